@@ -19,16 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import machine
-from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import ReportDemand
-from hetstream.slurm_plugin.daemon.jobs_table import Since, table_of
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
-from hetstream.slurm_plugin.daemon.registry import Registered
-from hetstream.slurm_plugin.daemon.room import usable_cpus
+from hetstream.slurm_plugin.daemon.nodes import usable_cpus
+from hetstream.slurm_plugin.daemon.registry import Registered, Since, table_of
+from hetstream.slurm_plugin.daemon.settings import PolicySettings
 from hetstream.slurm_plugin.placement.data_workers import Network, spread
-from hetstream.slurm_plugin.policy.check import check_allocation
-from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
-from hetstream.slurm_plugin.policy.table import JobTable, Pool, job_table
+from hetstream.slurm_plugin.policy.policies import POLICIES, under_all_rules
+from hetstream.slurm_plugin.policy.table import JobTable, Pool, check_allocation, job_table
 
 # Nodes, jobs, and the target of the 99th percentile in seconds.
 SIZES = ((10_000, 5_000, 0.025), (50_000, 50_000, 0.250))

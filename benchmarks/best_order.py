@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.slurm_plugin.policy.curves import pieces_of
-from hetstream.slurm_plugin.policy.filling import fill_in_order
-from hetstream.slurm_plugin.policy.srtf import expected_remaining_s
+from hetstream.slurm_plugin.policy.filling import fill_in_order, pieces_of
+from hetstream.slurm_plugin.policy.policies import expected_remaining_s
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool
 
 Floats = npt.NDArray[np.float64]

@@ -12,8 +12,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, vstack
 
-from hetstream.slurm_plugin.simulate.cluster import Cluster
-from hetstream.slurm_plugin.simulate.workload import Workload
+from hetstream.slurm_plugin.simulate.workload import Cluster, Workload
 
 _MINUTE_S = 60.0
 _HOUR_S = 3600.0

@@ -9,12 +9,11 @@ import sys
 
 from benchmarks import harness, machine
 from benchmarks.harness import Row
-from hetstream.slurm_plugin.policy.choices import POLICIES
-from hetstream.slurm_plugin.simulate.cluster import parse
+from hetstream.slurm_plugin.policy.policies import POLICIES
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.models import HEAVY
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario, WorkerOptions
-from hetstream.slurm_plugin.simulate.workload import build
+from hetstream.slurm_plugin.simulate.workload import build, parse
 
 # GoldMiner: 8 GPUs in a machine of 64 CPUs, of which the trainers keep half; the price of it in machines of 64 CPUs
 # alone. Model, such machines, and the paper's speedup and saving.

@@ -23,7 +23,7 @@ from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
 from benchmarks.processes import wait
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.wire.messages import Status
 
 MAKE_S, STEP_S = 0.1, 0.025  # of a batch on one CPU, and of the trainer: four data workers make as much as it takes

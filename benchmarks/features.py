@@ -29,7 +29,7 @@ from hetstream.mpi_dataworkers.features.batches import Jagged
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.native import compiler
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.slurm_plugin.render.cards import STYLE
+from hetstream.slurm_plugin.render.charts import STYLE
 
 NUM_FEATURES = 100
 ROWS = 1024  # of the operators alone

@@ -35,23 +35,20 @@ from benchmarks.running import background
 from benchmarks.stub_jobs import Plan, Site, StubJobs, StubsFailed
 from benchmarks.waiting_jobs import TRAINERS, WORKERS, WaitingJob, WaitingJobs
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.site.address import SiteSettings, UnixAddress
-from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.client import SiteSettings, UnixAddress, ask
 from hetstream.hetjob.site.messages import SetPolicy, ShowPolicy
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.daemon.pace import Pace
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
+from hetstream.slurm_plugin.daemon.settings import Pace, PolicySettings
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
-from hetstream.slurm_plugin.policy.choices import Rules
-from hetstream.slurm_plugin.policy.steadiness import MoveCost
-from hetstream.slurm_plugin.simulate import comparison
-from hetstream.slurm_plugin.simulate.cluster import parse
+from hetstream.slurm_plugin.policy.policies import Rules
+from hetstream.slurm_plugin.policy.rules import MoveCost
+from hetstream.slurm_plugin.simulate import metrics
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.outcome import Outcome
-from hetstream.slurm_plugin.simulate.replay import error_of, same_order
+from hetstream.slurm_plugin.simulate.sacct import error_of, same_order
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario, WorkerOptions
-from hetstream.slurm_plugin.simulate.workload import Recorded, Workload
+from hetstream.slurm_plugin.simulate.usage_log import Outcome
+from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, parse
 
 # With twice the GPUs for each task jobs wait in Slurm's queue while data workers come and go.
 CROWDED = "srtf crowded"
@@ -209,7 +206,7 @@ def scenario_of(system: str, latencies: Latencies) -> Scenario:
     )
     base = Scenario(system, Request.TUNED, Discipline.EASY, queue=queue, workers=workers, rules=Rules(move=MOVE))
     return dataclasses.replace(
-        comparison.scenario_of(policy_of(system) + comparison.RULES, base.discipline, base), name=system
+        metrics.scenario_of(policy_of(system) + metrics.RULES, base.discipline, base), name=system
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import harness, machine
 from benchmarks.harness import Metric, Row, System, Target
-from hetstream.slurm_plugin.render.cards import STYLE
+from hetstream.slurm_plugin.render.charts import STYLE
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     "9.6 MB": {"num_bytes": 9_633_792},

@@ -21,7 +21,7 @@ from benchmarks.gpu_machines import Machine, OutOfTime, Run, Training, until, wa
 from benchmarks.harness import Row, row_of, say
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.slurm_plugin.coordinator.driver_checkpoint import driver, resume, suspend
+from hetstream.slurm_plugin.coordinator.gpus import driver, resume, suspend
 
 PLANNED_S = 170.0
 # Of A's steps, when B comes: AntMan's B came after 26 of 43 minutes.

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from benchmarks.running import ROOT
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.gpu import environment
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.processes import before_exec
+from hetstream.hetjob.job.processes import before_exec
 
 MIB = 2**20
 CLIENTS = ROOT / "benchmarks/clients"

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.gpu_laws import quantile
 from benchmarks.gpu_machines import NO_ENVIRONMENT, Machine, OutOfTime, Run, client
 from benchmarks.harness import Row
-from hetstream.hetjob.gpu.devices.emulated_file import PREFIX
+from hetstream.hetjob.gpu.emulated_file import PREFIX
 
 PLANNED_S = 95.0
 # Of that, what a program needs until it begins.

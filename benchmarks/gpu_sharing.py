@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_antman, gpu_interference, gpu_release, harness, machine
+from benchmarks.allocator_trace import read_trace, replay
 from benchmarks.gpu_laws import allotted_s
 from benchmarks.gpu_machines import (
     CudaMachine,
@@ -39,11 +40,9 @@ from benchmarks.gpu_machines import (
 from benchmarks.gpu_release import release
 from benchmarks.harness import Row, System, row_of, say
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.gpu.devices.allocator_trace import read_trace, replay
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
-from hetstream.hetjob.gpu.orders import JobClass, Statistics
-from hetstream.hetjob.gpu.pages import VERSION
-from hetstream.slurm_plugin.coordinator.look import look
+from hetstream.hetjob.gpu.orders import VERSION, JobClass, Statistics
+from hetstream.slurm_plugin.coordinator.table import look
 
 # Pace and limits are found in this time, which is not measured.
 SETTLE_S, MEASURE_S = 8.0, 6.0

@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks import adaptdl, harness, held_out, machine, memory_shapes, past_populations, schedulers
 from benchmarks.harness import Row
 from benchmarks.memory_traces import KINDS, MemoryTrace, memory_traces
-from hetstream.hetjob.elastic.memory_growth import GrowthOptions, MemoryGrowth
-from hetstream.hetjob.master.trainer_memory import TRAINER_OPTIONS
+from hetstream.hetjob.elastic.memory import GrowthOptions, MemoryGrowth
+from hetstream.hetjob.master.memory import TRAINER_OPTIONS
 from hetstream.slurm_plugin.errors import ModelError
 from hetstream.slurm_plugin.model import nsga2
 from hetstream.slurm_plugin.model.fit import Observations, fit

@@ -20,16 +20,14 @@ from benchmarks.job_lists import TRACES, JobLists
 from benchmarks.shared_gpu_lists import all_share, antman_list, only_class, with_light_jobs
 from benchmarks.shared_gpu_peers import by_packer, gandiva_options, preemptive_options
 from benchmarks.simulated_rows import figure, jct_minutes, ratio, standalone_svg
-from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.policy.policies import POLICIES
 from hetstream.slurm_plugin.render.charts import Axis, Series, line_chart
 from hetstream.slurm_plugin.render.simulation import PARTS, completion_bars, effective_points
-from hetstream.slurm_plugin.simulate.cluster import Cluster, of_groups, parse
-from hetstream.slurm_plugin.simulate.comparison import Compared
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.metrics import measure
+from hetstream.slurm_plugin.simulate.metrics import Compared, measure
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions
-from hetstream.slurm_plugin.simulate.workload import Workload, build
+from hetstream.slurm_plugin.simulate.workload import Cluster, Workload, build, of_groups, parse
 
 CLUSTER = "8*gpus=8,cpus=64"
 GPU_MEMORY_GIB = 32.0

@@ -36,9 +36,8 @@ from benchmarks.harness import Row, row_of, say
 from benchmarks.partition_programs.catalogue import PROGRAMS
 from benchmarks.processes import children_of, command_line
 from benchmarks.running import ROOT
-from hetstream.mpi_dataworkers.partitioner.analysis import analyse
+from hetstream.mpi_dataworkers.partitioner.analysis import Offload, analyse
 from hetstream.mpi_dataworkers.partitioner.capture import Tracer
-from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
 
 # The programs have loaders without worker processes, which else stay local.
@@ -227,7 +226,7 @@ def guards_us(name: str) -> list[float]:
         began = time.thread_time()
         for _ in range(GUARD_CALLS):
             with contextlib.suppress(_Reached):
-                assert not tracer.change()
+                assert not tracer.change(arguments, {})
                 tracer(arguments, {})
         return 1e6 * (time.thread_time() - began) / GUARD_CALLS
 

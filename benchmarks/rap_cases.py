@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import fuse
 from hetstream.mpi_dataworkers.gpu_features.operations import Device
 from hetstream.mpi_dataworkers.gpu_features.plans import TERABYTE_IDS, PlanSize
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
+from hetstream.mpi_dataworkers.gpu_features.search import fuse
 
 BATCH = 4096
 NO_GPU = "there is no GPU here: torch.cuda.is_available() is False"

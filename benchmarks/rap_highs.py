@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, sparse
 
-from hetstream.mpi_dataworkers.gpu_features.placement import Placement
-from hetstream.mpi_dataworkers.gpu_features.schedule import Cost, Kernel, Problem, cost_of
+from hetstream.mpi_dataworkers.gpu_features.schedule import Cost, Kernel, Placement, Problem, cost_of
 
 _SCALE = 1e6  # its tolerances are made for numbers near 1: seconds become microseconds
 

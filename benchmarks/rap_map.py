@@ -20,13 +20,12 @@ from benchmarks.rap_cases import BATCH, layers, scaled
 from benchmarks.rap_map_bound import least_exposed_s
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
 from hetstream.mpi_dataworkers.features.operators import Ngram
-from hetstream.mpi_dataworkers.gpu_features import mapping
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import gather
-from hetstream.mpi_dataworkers.gpu_features.mapping import Cluster, Exchange, Mapping, Model, Sparse
+from hetstream.mpi_dataworkers.gpu_features import launches as mapping
+from hetstream.mpi_dataworkers.gpu_features.launches import Cluster, Exchange, Mapping, Model, Sparse
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, length_after, operations_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, TERABYTE_IDS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Operation, Problem
-from hetstream.mpi_dataworkers.gpu_features.search import search
+from hetstream.mpi_dataworkers.gpu_features.search import gather, search
 
 GPUS = 8
 # NVIDIA's data sheet of the A100: NVLink carries 600 GB/s, half of it in each direction. What one exchange takes

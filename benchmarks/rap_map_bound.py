@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
-from hetstream.mpi_dataworkers.gpu_features import mapping, schedule
-from hetstream.mpi_dataworkers.gpu_features.mapping import Model, Sparse
+from hetstream.mpi_dataworkers.gpu_features import launches as mapping
+from hetstream.mpi_dataworkers.gpu_features import schedule
+from hetstream.mpi_dataworkers.gpu_features.launches import Model, Sparse
 from hetstream.mpi_dataworkers.gpu_features.schedule import Operation, Problem, longest_chains
 
 _RESOURCES = ("memory_s", "compute_s")

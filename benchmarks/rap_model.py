@@ -13,7 +13,7 @@ import torch
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
+from hetstream.mpi_dataworkers.gpu_features.arena import program_of
 
 _RATE = 0.01
 

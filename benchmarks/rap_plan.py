@@ -17,11 +17,10 @@ from benchmarks import harness, machine
 from benchmarks.harness import Row
 from benchmarks.rap_cases import BATCH, problem_of, random_plan
 from benchmarks.rap_highs import solve
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Cost, Problem, cost_of, least_exposed_s, problems_of
-from hetstream.mpi_dataworkers.gpu_features.search import search
+from hetstream.mpi_dataworkers.gpu_features.search import algorithm_1, fuse, search
 
 SIZES = (78, 117, 208, 390, 780, 1560)
 # Needed, of what a model leaves: with a third of it free, tight, and more than there is.

@@ -18,14 +18,12 @@ from benchmarks.rap_model import ModelSize, Training
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.arena import Packed, unpack
-from hetstream.mpi_dataworkers.gpu_features.batch_stages import PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.arena import Packed, program_of, unpack
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
 from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
 from hetstream.mpi_dataworkers.gpu_features.fused import Launch as RunKernel
-from hetstream.mpi_dataworkers.gpu_features.fused import triton_launch
+from hetstream.mpi_dataworkers.gpu_features.fused import PackedByDataWorkers, triton_launch
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, all_at_once
-from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Streams
 

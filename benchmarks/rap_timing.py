@@ -14,7 +14,7 @@ from hetstream.mpi_dataworkers.features.native import compiler
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform, Launch, triton_launch
 from hetstream.mpi_dataworkers.gpu_features.predictor import CACHE_BYTES
-from hetstream.mpi_dataworkers.memory import keep_freed_memory
+from hetstream.mpi_dataworkers.process.interpreter import keep_freed_memory
 
 # A timing is the least of so many, each of at least so long.
 TIMINGS, WINDOW_S = 2, 0.0005

@@ -20,12 +20,10 @@ from benchmarks.job_lists import TRACES, JobLists
 from benchmarks.simulated_rows import figure, jct_minutes, ratio, standalone_svg
 from hetstream.slurm_plugin.render.charts import Axis, Series, count_axis, line_chart
 from hetstream.slurm_plugin.render.simulation import PARTS, completion_bars, effective_points
-from hetstream.slurm_plugin.simulate.cluster import Cluster, parse
-from hetstream.slurm_plugin.simulate.comparison import Compared, compare
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.metrics import interval, measure
+from hetstream.slurm_plugin.simulate.metrics import Compared, compare, interval, measure
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario, WorkerOptions
-from hetstream.slurm_plugin.simulate.workload import Workload
+from hetstream.slurm_plugin.simulate.workload import Cluster, Workload, parse
 
 CLUSTER = "8*gpus=8,cpus=64,memory_gib=256,network_gbps=20"
 # GoldMiner's Table 5: mean completion time and queueing in minutes, in its order from the worst to the best.

@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement
 from hetstream.slurm_plugin.packing.decide import decide as packer_decide
-from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.state import GpuNode, PackingState, Place, WaitingJob
+from hetstream.slurm_plugin.packing.state import GpuNode, PackingRules, PackingState, Place, WaitingJob
 from hetstream.slurm_plugin.simulate.sharing import GpuLoad, PackingOptions
 
 Floats = npt.NDArray[np.float64]

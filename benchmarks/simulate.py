@@ -14,11 +14,11 @@ from pathlib import Path
 from benchmarks import harness, machine
 from benchmarks.harness import Goal, Row
 from benchmarks.job_lists import TRACES, JobLists
-from hetstream.slurm_plugin.policy.choices import POLICIES
-from hetstream.slurm_plugin.simulate.cluster import parse
+from hetstream.slurm_plugin.policy.policies import POLICIES
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.metrics import measure
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
+from hetstream.slurm_plugin.simulate.workload import parse
 
 # About as many GPUs as the Philly paper gives its cluster; and so few that jobs wait.
 LARGE, SMALL = "312*gpus=8,cpus=96", "128*gpus=8,cpus=96"

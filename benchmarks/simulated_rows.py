@@ -8,10 +8,8 @@ from html import escape
 import numpy as np
 
 from benchmarks.harness import Row
-from hetstream.slurm_plugin.render.cards import STYLE
-from hetstream.slurm_plugin.render.charts import patterns
-from hetstream.slurm_plugin.simulate.comparison import Compared
-from hetstream.slurm_plugin.simulate.metrics import interval
+from hetstream.slurm_plugin.render.charts import STYLE, patterns
+from hetstream.slurm_plugin.simulate.metrics import Compared, interval
 
 _MINUTE_S = 60.0
 

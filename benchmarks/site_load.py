@@ -26,8 +26,7 @@ from benchmarks.harness import Row
 from benchmarks.processes import state_of, wait
 from benchmarks.running import ROOT, background
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import SiteSettings, TcpAddress
-from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.client import SiteSettings, TcpAddress, ask
 from hetstream.hetjob.site.messages import AskStatus, ShowStatus
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape

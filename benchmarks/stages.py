@@ -23,7 +23,7 @@ from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
 from benchmarks.processes import wait
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.slurm_plugin.render.charts import Series, ticked
 
 PROGRAM = Path(__file__).parent / "clients" / "stages_train.py"

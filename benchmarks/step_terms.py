@@ -18,8 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from benchmarks import harness, machine
 from benchmarks.harness import Row
-from hetstream.mpi_dataworkers.loader.embedding_lookups import EmbeddingTimer
-from hetstream.mpi_dataworkers.loader.optimizer_calls import OptimizerTimer
+from hetstream.mpi_dataworkers.loader.step_times import EmbeddingTimer, OptimizerTimer
 
 _TABLES, _ROWS, _LAYERS, _BATCH, _DIM = 26, 10_000, 200, 256, 16
 _STEPS, _MOST_SHARE, _MOST_OFF = 20, 0.01, 0.1

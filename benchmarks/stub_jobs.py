@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.waiting_jobs import TRAINERS, WORKERS, WaitingJob, WaitingJobs
-from hetstream.hetjob.site.address import SiteSettings
-from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.site.client import SiteSettings, ask
 from hetstream.hetjob.site.messages import GrantLimit, ReportDemand
 
 # A look at the pipes that are not open yet.

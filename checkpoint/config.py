@@ -5,10 +5,10 @@ HETSTREAM_CKPT_WRITER    1: the job has a checkpoint writer on this node; a trai
 HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that name none
 HETSTREAM_TAKES_OVER     the job whose training this one takes over while that one still runs (hetstream migrate)
 HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
-HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
+HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `errors.py`
 
 Of Slurm, SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0 and SLURM_HET_GROUP_ID say whose memory it is: `job_and_component`.
-Which of a launcher's variables say that this process is one of several ranks is in `hetstream/base/launchers.py`.
+Which of a launcher's variables say that this process is one of several ranks is in `hetstream/base/process.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetstream.base.launchers import OF_ANY_PROGRAM, OF_ONE_TRAINING, lone_horovod, one_of_several
-from hetstream.base.own_job import of_own_job, other_job, own_job
+from hetstream.base.process import (
+    OF_ANY_PROGRAM,
+    OF_ONE_TRAINING,
+    lone_horovod,
+    of_own_job,
+    one_of_several,
+    other_job,
+    own_job,
+)
 
 # Not resolved: in a checkout a link leads to this folder.
 _INSTALLED_IN = str(Path(os.path.abspath(__file__)).parents[2])
@@ -75,7 +82,7 @@ def host_of_this_process(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """Requests of a test to hurt this process, as `faults.py` reads them; empty without."""
+    """Requests of a test to hurt this process, as `errors.py` reads them; empty without."""
     return environ.get("HETSTREAM_CKPT_FAULT", "")
 
 

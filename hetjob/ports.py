@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hetstream.hetjob.site.measured import Measured
+from hetstream.hetjob.measured import Measured
 
 
 class Child(Protocol):

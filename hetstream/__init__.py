@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.base.errors import *
     from hetstream.checkpoint.errors import *
     from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer as FlashCheckpointer
+    from hetstream.checkpoint.flash.destinations import LoadedCheckpoint as LoadedCheckpoint
     from hetstream.checkpoint.flash.options import CheckpointOptions as CheckpointOptions
+    from hetstream.checkpoint.flash.options import CheckpointStats as CheckpointStats
     from hetstream.checkpoint.flash.reader import CheckpointReader as CheckpointReader
-    from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint as LoadedCheckpoint
-    from hetstream.checkpoint.flash.stats import CheckpointStats as CheckpointStats
     from hetstream.checkpoint.policy.interval import Adaptive as Adaptive
     from hetstream.checkpoint.policy.interval import Every as Every
     from hetstream.checkpoint.policy.retention import Best as Best
@@ -46,11 +46,11 @@ else:
         "Best": "checkpoint.policy.retention",
         "CheckpointOptions": "checkpoint.flash.options",
         "CheckpointReader": "checkpoint.flash.reader",
-        "CheckpointStats": "checkpoint.flash.stats",
+        "CheckpointStats": "checkpoint.flash.options",
         "DataLoader": "mpi_dataworkers.loader.data_loader",
         "Every": "checkpoint.policy.interval",
         "FlashCheckpointer": "checkpoint.flash.checkpointer",
-        "LoadedCheckpoint": "checkpoint.flash.restore.destinations",
+        "LoadedCheckpoint": "checkpoint.flash.destinations",
         "Retention": "checkpoint.policy.retention",
         "ShardingPolicy": "mpi_dataworkers.order.visitation",
         "Visitation": "mpi_dataworkers.order.visitation",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 
 from hetstream.base.errors import ConfigError
-from hetstream.base.launchers import OF_ANY_PROGRAM, OF_ONE_TRAINING, lone_horovod, one_of_several
+from hetstream.base.process import OF_ANY_PROGRAM, OF_ONE_TRAINING, lone_horovod, one_of_several
 
 
 def horovod_identity(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

@@ -23,15 +23,14 @@ from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity, stores_prefix
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.hetjob.elastic.controller_state import ControllerState
-from hetstream.hetjob.job_environment import CONTROLLER_STATE_FILE
+from hetstream.checkpoint.record.layout import Generation
+from hetstream.hetjob.elastic.controller import ControllerState
+from hetstream.hetjob.job.ended_job import SUMMARY_FILE, load_own_summary, load_summary, write_summary
+from hetstream.hetjob.job.job import CONTROLLER_STATE_FILE
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
-from hetstream.hetjob.summary import SUMMARY_FILE, load_own_summary, load_summary, write_summary
-from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, read_events
-from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStopped
+from hetstream.mpi_dataworkers.dispatcher.events import EVENTS_FILE, DispatcherStopped, EventLog, read_events
 from hetstream.mpi_dataworkers.features import native
-from hetstream.mpi_dataworkers.interpreter import announce, announced
+from hetstream.mpi_dataworkers.process.interpreter import announce, announced
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, read_address_file, write_address_file
 from hetstream.slurm_plugin.cli import filter as cli_filter
 from tests.base.users import VICTIM

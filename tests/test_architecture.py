@@ -25,83 +25,102 @@ MAY_IMPORT_WITHIN = {
         "": {"", "wire", "transports"},
         "wire": {"errors"},
         "order": {"errors", "wire"},
-        "sources": {"errors", "generators"},
+        "sources": {"errors", "generators", "threads"},
         "features": {"errors", "sources"},
         "gpu_features": {"errors", "features"},
         "transports": {"errors", "wire"},
-        "ops": {"", "wire", "order", "sources"},
-        "worker": {"", "wire", "order", "transports", "ops"},
-        "dispatcher": {"", "wire", "order", "transports"},
-        "loader": {"", "wire", "order", "transports", "ops", "features", "gpu_features"},
-        "partitioner": {"", "ops", "loader"},
-        "stages": {"", "wire", "ops", "loader", "worker"},
-        "hook": {"", "wire", "loader", "partitioner"},
+        "process": {"errors", "wire", "transports"},
+        "ops": {"errors", "generators", "threads", "wire", "order", "sources", "process"},
+        "dispatcher": {"errors", "wire", "order", "transports", "process"},
+        "loader": {"", "wire", "order", "transports", "process", "ops", "features", "gpu_features"},
+        "worker": {"", "wire", "order", "transports", "sources", "process", "ops", "loader"},
+        "partitioner": {"errors", "process", "ops", "loader"},
+        "hook": {"errors", "wire", "process", "loader", "partitioner"},
     },
     "hetjob": {
-        "": {"", "site"},
-        "site": {"errors", "ports"},
+        "": {""},
+        "site": {"errors", "measured", "ports"},
+        "job": {"errors", "ports", "site"},
         "gpu": {"errors", "site"},
-        "elastic": {"errors", "site"},
-        "master": {"", "site", "elastic"},
-        "local": {"", "master"},
+        "elastic": {"errors", "measured", "site"},
+        "convert": {"errors", "ports", "site", "job"},
+        "master": {"", "site", "job", "elastic", "convert"},
     },
     "hetjob/gpu": {
-        "": {"", "devices"},
-        "devices": {"orders"},
+        "": {""},
         "startup": {"start"},
+    },
+    "slurm_plugin": {
+        "": {""},
+        "placement": set(),
+        "packaging": set(),
+        "client": {"errors"},
+        "policy": {"errors"},
+        "model": {"", "client"},
+        "coordinator": {"errors"},
+        "submit": {"errors", "client"},
+        "packing": {"errors", "client"},
+        "install": {"", "client", "packing"},
+        "insight": {"", "client", "model", "packing"},
+        "daemon": {"", "client", "placement", "policy", "insight"},
+        "simulate": {"errors", "client", "placement", "policy", "packing", "insight"},
+        "render": {"errors", "client", "coordinator", "insight", "simulate"},
+        "devcluster": {"", "client", "submit", "packing", "install"},
+        "cli": {
+            "",
+            "client",
+            "placement",
+            "policy",
+            "model",
+            "coordinator",
+            "submit",
+            "packing",
+            "install",
+            "insight",
+            "daemon",
+            "simulate",
+            "render",
+            "devcluster",
+        },
     },
     "checkpoint": {
         "": {""},
         "record": {"errors"},
         "policy": set(),
         "formats": {"errors", "record"},
-        "disk": {"", "record", "policy", "formats"},
+        "disk": {"", "record", "policy"},
         "memory": {"", "record", "disk"},
         "tensors": {"errors", "record", "disk"},
         "replica": {"", "record", "disk", "memory"},
-        "persist": {"", "record", "formats", "disk", "memory", "replica"},
+        "persist": {"", "record", "disk", "memory", "replica"},
         "convert": {"errors", "record", "formats", "disk", "tensors"},
-        "flash": {"", "record", "policy", "formats", "disk", "memory", "tensors", "replica", "persist"},
+        "flash": {"", "record", "policy", "disk", "memory", "tensors", "replica", "persist"},
         "integrations": {"flash"},
-    },
-    "checkpoint/flash": {
-        "": {"", "save", "restore", "handover"},
-        "save": {""},
-        "restore": {""},
-        "handover": set(),
     },
 }
 # One library, one place. A path ending in "/" is a folder.
 HOMES = {
-    "zmq": ("mpi_dataworkers/transports/zmq.py", "mpi_dataworkers/transports/zmq_frames.py"),
+    "zmq": ("mpi_dataworkers/transports/zmq.py",),
     "mpi4py": ("mpi_dataworkers/transports/mpi.py",),
     "torch": (
         "mpi_dataworkers/loader/",
         "mpi_dataworkers/ops/",
         "mpi_dataworkers/features/batches.py",
-        "mpi_dataworkers/features/chains.py",
-        "mpi_dataworkers/features/collate.py",
-        "mpi_dataworkers/features/kernel.py",
+        "mpi_dataworkers/features/graph.py",
         "mpi_dataworkers/features/kernels.py",
-        "mpi_dataworkers/features/list_kernels.py",
-        "mpi_dataworkers/features/native_groups.py",
-        "mpi_dataworkers/features/reading.py",
-        "mpi_dataworkers/features/value_kernels.py",
-        "mpi_dataworkers/features/tiles.py",
+        "mpi_dataworkers/features/native.py",
         "mpi_dataworkers/features/transform.py",
         "mpi_dataworkers/gpu_features/arena.py",
         "mpi_dataworkers/gpu_features/captured.py",
         "mpi_dataworkers/gpu_features/corun.py",
         "mpi_dataworkers/gpu_features/fake_streams.py",
         "mpi_dataworkers/gpu_features/fused.py",
-        "mpi_dataworkers/gpu_features/layer_hooks.py",
-        "mpi_dataworkers/gpu_features/probing.py",
+        "mpi_dataworkers/gpu_features/capacity.py",
         "mpi_dataworkers/gpu_features/streams.py",
         "mpi_dataworkers/partitioner/",
         "hetjob/gpu/hooks.py",
-        "hetjob/gpu/devices/cuda.py",
-        "hetjob/gpu/devices/emulation.py",
-        "hetjob/gpu/devices/host_pool.py",
+        "hetjob/gpu/cuda.py",
+        "hetjob/gpu/emulation.py",
         "checkpoint/tensors/",
         "checkpoint/flash/",
         "checkpoint/convert/",
@@ -115,63 +134,52 @@ HOMES = {
     "sklearn": ("mpi_dataworkers/gpu_features/predictor.py",),
     "h5py": ("mpi_dataworkers/sources/", "checkpoint/formats/hdf5.py"),
     "PIL": ("mpi_dataworkers/sources/",),
-    "pyarrow": ("mpi_dataworkers/sources/parquet.py",),
+    "pyarrow": ("mpi_dataworkers/sources/tables.py",),
     "torchrec": ("mpi_dataworkers/features/batches.py",),
     "horovod": ("mpi_dataworkers/horovod.py",),
     "lightning": ("checkpoint/integrations/lightning.py",),
     "transformers": ("checkpoint/integrations/huggingface.py",),
     "prometheus_client": (
-        "mpi_dataworkers/dispatcher/exposition.py",
         "mpi_dataworkers/dispatcher/metrics.py",
         "slurm_plugin/render/metrics.py",
-        "slurm_plugin/render/gpu_metrics.py",
     ),
     "scipy": ("slurm_plugin/model/fit.py",),
     "pymoo": ("slurm_plugin/model/nsga2.py",),
-    "pynvml": ("slurm_plugin/coordinator/nvml.py",),
+    "pynvml": ("slurm_plugin/coordinator/gpus.py",),
     "pyslurm": ("slurm_plugin/client/pyslurm_backend.py",),
-    "zstandard": ("mpi_dataworkers/transports/compression.py",),
-    "xxhash": ("checkpoint/record/checksum.py", "mpi_dataworkers/ops/pickling.py"),
+    "zstandard": ("mpi_dataworkers/transports/sockets.py",),
+    "xxhash": ("checkpoint/record/layout.py", "mpi_dataworkers/ops/pickling.py"),
     "sqlite3": (
-        "mpi_dataworkers/dispatcher/journal.py",
+        "mpi_dataworkers/dispatcher/server.py",
         "slurm_plugin/database.py",
-        "slurm_plugin/insight/history.py",
+        "slurm_plugin/insight/observation.py",
         "slurm_plugin/daemon/store.py",
-        "slurm_plugin/model/job_history.py",
+        "slurm_plugin/model/history.py",
     ),
 }
 # Optional parts of saving and restoring: what has them plugged in, and nothing else, may import them.
 OPTIONAL = {
     "hetstream.checkpoint.replica": (
         "checkpoint/replica/",
-        "checkpoint/flash/assembly.py",
-        "checkpoint/persist/assembly.py",
+        "checkpoint/flash/ownership.py",
+        "checkpoint/persist/writer.py",
     ),
-    "hetstream.checkpoint.flash.handover": ("checkpoint/flash/handover/", "checkpoint/flash/assembly.py"),
-    "hetstream.checkpoint.policy.handover": ("checkpoint/flash/handover/",),
-    "hetstream.checkpoint.disk.handover_request": ("checkpoint/flash/handover/", "slurm_plugin/cli/migrate.py"),
+    "hetstream.checkpoint.flash.handover": ("checkpoint/flash/ownership.py",),
+    "hetstream.checkpoint.policy.handover": ("checkpoint/flash/handover.py",),
 }
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 60, 8
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 900, 60, 8
 # What is longer, its limit, and why. A row that is needed no more is an error, too.
 LONGER: dict[str, tuple[int, str]] = {
-    "checkpoint/record/tree.py": (560, "one form of values: what is written and how it is read, side by side"),
-    "slurm_plugin/insight/why.py": (785, "one question: what keeps a job from starting now, in kinds and in words"),
+    "mpi_dataworkers/wire/messages.py": (1100, "one list: all that is said on the wire"),
     "slurm_plugin/client/parse_text.py _job lines": (74, "one line for each field of the model"),
     "slurm_plugin/client/parse_json.py _job lines": (74, "one line for each field of the model"),
     "slurm_plugin/client/pyslurm_backend.py job_of lines": (72, "one line for each field of the model"),
-    "hetjob/master/elastic.py": (520, "one loop: what it looks at, decides by and does each second, in this order"),
-    "slurm_plugin/client/model.py": (739, "one model: jobs, nodes and their GPUs, which every reader fills alike"),
-    "slurm_plugin/coordinator/server.py": (540, "one loop: who comes, what they say, what they are told"),
-    "slurm_plugin/packing/quota_packer.py": (530, "one pair of hands: each thing that becomes of a job with quota"),
     "slurm_plugin/packing/packer.py Packer.__init__ parameters": (9, "what a site tells it, each with a name"),
-    "mpi_dataworkers/loader/compared_pass.py": (560, "one pass: which steps are compared, by whom, and what follows"),
-    "mpi_dataworkers/loader/client.py": (540, "one loader at its service: what it waits for, says and is told"),
-    "mpi_dataworkers/sources/hdf5.py": (570, "one kind of file: which rows are read together, and where names lead"),
-    "mpi_dataworkers/transports/mpi.py": (
-        650,
-        "the only home of mpi4py: a world of ranks, its messages, and both ends of a connection",
-    ),
 }
+# Files below this length that one file of their folder imports, and no other, belong into that one.
+LEAST_LINES_OF_A_FILE = 100
+# What is shorter, and why. A row that is needed no more is an error, too.
+SHORTER: dict[str, str] = {}
 FOLDERS = [ROOT / room for room in ROOMS[:-1]]
 FILES = sorted(path for folder in [*FOLDERS, ROOT / "hetstream" / "base"] for path in folder.rglob("*.py"))
 
@@ -187,21 +195,27 @@ def imports_of(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down_and_libraries_stay_home(path: Path) -> None:
+def test_imports_point_down_and_libraries_stay_home() -> None:
+    wrong = [offence for path in FILES for offence in offences_of(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def offences_of(path: Path) -> Iterator[str]:
     relative = path.relative_to(ROOT)
     own = relative.parts[0].replace("hetstream", "base")
     for name in imports_of(path):
         top, *below = name.split(".")
-        assert top not in ROOMS, f"{relative} imports {name}: write hetstream.{name}"
-        if top == "hetstream" and name != "hetstream":
-            assert below[0] in MAY_IMPORT[own], f"{relative} imports {name}: {own} may import {sorted(MAY_IMPORT[own])}"
-        assert top != "tests", f"{relative} imports {name}"
+        if top in ROOMS:
+            yield f"{relative} imports {name}: write hetstream.{name}"
+        if top == "hetstream" and name != "hetstream" and below[0] not in MAY_IMPORT[own]:
+            yield f"{relative} imports {name}: {own} may import {sorted(MAY_IMPORT[own])}"
+        if top == "tests":
+            yield f"{relative} imports {name}"
         parts = [places for part, places in OPTIONAL.items() if f"{name}.".startswith(f"{part}.")]
         for homes in [*parts, *([HOMES[top]] if top in HOMES else [])]:
             place = str(relative)
-            at_home = any(place == home or (home.endswith("/") and place.startswith(home)) for home in homes)
-            assert at_home, f"{relative} imports {name}: its home is {', '.join(homes)}"
+            if not any(place == home or (home.endswith("/") and place.startswith(home)) for home in homes):
+                yield f"{relative} imports {name}: its home is {', '.join(homes)}"
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT_WITHIN)
@@ -247,9 +261,53 @@ def test_no_file_and_no_function_is_too_long_to_be_read() -> None:
                 key = f"{name} {title} {what}"
                 found[key] = max(measured, found.get(key, (0, 0))[0]), most
     too_long = {key: size for key, (size, most) in found.items() if size > LONGER.get(key, (most, ""))[0]}
-    assert not too_long, "split it by nouns, or give a reason in LONGER"
+    assert not too_long, "split it by reasons to change, or say in LONGER why not"
     unneeded = [key for key in LONGER if key not in found or found[key][0] <= found[key][1]]
     assert not unneeded, "take it out of LONGER"
+
+
+def test_no_file_is_a_part_of_another() -> None:
+    importers: dict[str, set[Path]] = {}
+    for path in FILES:
+        for name in names_from(path):
+            importers.setdefault(name, set()).add(path)
+    found = set()
+    for path in FILES:
+        by = importers.get(module_of(path), set())
+        is_short = len(path.read_text().splitlines()) < LEAST_LINES_OF_A_FILE
+        if is_short and path.name != "__init__.py" and len(by) == 1 and next(iter(by)).parent == path.parent:
+            found.add(str(path.relative_to(ROOT)))
+    assert found == {*SHORTER}, "move it into the file that imports it, or give a reason in SHORTER"
+
+
+def test_no_file_imports_itself_around_a_circle() -> None:
+    modules = {module_of(path): path for path in FILES}
+    imported = {name: {other for other in names_from(path) if other in modules} for name, path in modules.items()}
+    assert not circle_in(imported)
+
+
+def module_of(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("")
+    parts = relative.parts if relative.parts[0] == "hetstream" else ("hetstream", *relative.parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def names_from(path: Path) -> Iterator[str]:
+    """Modules that the file may import, at any depth: of `from a import b` both a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def circle_in(arrows: dict[str, set[str]]) -> set[str]:
+    """What is left when, again and again, all that leads nowhere is taken away."""
+    left = dict(arrows)
+    while ends := {name for name, others in left.items() if not (others - {name}) & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in ends}
+    return {*left}
 
 
 def functions_in(node: ast.AST, title: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

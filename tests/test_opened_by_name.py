@@ -19,23 +19,20 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.base.own_lock import own_lock
-from hetstream.base.private import own_directory
+from hetstream.base.files import own_directory
+from hetstream.base.locks import own_lock
 from hetstream.base.unix_sockets import listen_at
+from hetstream.hetjob.convert.sbatch_options import SbatchOptions
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.introduction import Introduction
-from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.hetjob.gpu.orders import VERSION, JobClass
+from hetstream.hetjob.job.processes import temporary_place
 from hetstream.hetjob.master.server import MasterConfig
-from hetstream.hetjob.sbatch_options import SbatchOptions
-from hetstream.hetjob.site.address import SiteSettings, UnixAddress
-from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.client import SiteSettings, UnixAddress, ask
 from hetstream.hetjob.site.messages import LENGTH, AskStatus, GrantLimit, decode_request, encode_answer
-from hetstream.hetjob.temporary import temporary_place
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.cli.packer import alone
 from hetstream.slurm_plugin.cli.report import write_whole
-from hetstream.slurm_plugin.conversion import _surroundings
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
 from hetstream.slurm_plugin.daemon.store import Store
 from hetstream.slurm_plugin.devcluster import roots, site_setup
@@ -43,9 +40,9 @@ from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
 from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord, write_record
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
-from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.observation import Sample
+from hetstream.slurm_plugin.insight.observation import History, Sample
 from hetstream.slurm_plugin.install.installation import RECORD, install
+from hetstream.slurm_plugin.submit.conversion import _surroundings
 from tests.base.users import STRANGER, needs_root
 from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, made, refusal_of
 from tests.hostile_trainings import TRAININGS

@@ -12,13 +12,12 @@ import logging
 import sys
 from pathlib import Path
 
-from hetstream.hetjob.site.address import SiteSettings, UnixAddress
+from hetstream.hetjob.site.client import SiteSettings, UnixAddress
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.daemon.options import DaemonOptions
-from hetstream.slurm_plugin.daemon.pace import Pace
 from hetstream.slurm_plugin.daemon.server import Daemon
+from hetstream.slurm_plugin.daemon.settings import DaemonOptions, Pace
 from hetstream.slurm_plugin.daemon.store import Store
-from hetstream.slurm_plugin.policy.steadiness import MoveCost
+from hetstream.slurm_plugin.policy.rules import MoveCost
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hetstream.hetjob.gpu.devices.allocator_trace import exported
+from benchmarks.allocator_trace import exported
 
 _MOST_ENTRIES = 100_000
 

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.clients.gpu_training import end
-from hetstream.hetjob.gpu.devices.host_pool import HostPool
-from hetstream.slurm_plugin.coordinator.driver_checkpoint import driver, resume, suspend
+from hetstream.hetjob.gpu.cuda import HostPool
+from hetstream.slurm_plugin.coordinator.gpus import driver, resume, suspend
 
 _COPIED_BYTES = 2**28
 _SIDE = 4096

@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.clients.gpu_models import job_of
 from benchmarks.clients.gpu_training import end, filling
-from hetstream.hetjob.gpu.devices.base import Device
-from hetstream.hetjob.gpu.devices.cuda import CudaGpu
-from hetstream.hetjob.gpu.devices.emulation import EmulatedGpu, Kernels
+from hetstream.hetjob.gpu.cuda import CudaGpu
+from hetstream.hetjob.gpu.device import Device
+from hetstream.hetjob.gpu.emulation import EmulatedGpu, Kernels
 from hetstream.hetjob.gpu.orders import NO_LIMIT
 
 _HOST_BYTES = 2**30

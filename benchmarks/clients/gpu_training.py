@@ -128,7 +128,7 @@ def _wait_for(path: str | None) -> None:
 def _host_pool(num_bytes: int) -> object:
     if not num_bytes:
         return None
-    from hetstream.hetjob.gpu.devices.host_pool import HostPool
+    from hetstream.hetjob.gpu.cuda import HostPool
 
     return HostPool(num_bytes)
 

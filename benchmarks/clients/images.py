@@ -22,8 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import Meter, touch
-from hetstream.mpi_dataworkers.sources.images import ImageFolder
-from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
+from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop
 
 BATCH_SIZE = 64
 # One pass over a small folder is shorter than the window; passes are chained so that no epoch ends inside it.

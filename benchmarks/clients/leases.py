@@ -19,7 +19,7 @@ import zmq
 
 from benchmarks.clients.service import running
 from benchmarks.clients.window import Meter, Request, read_request
-from hetstream.mpi_dataworkers.dispatcher.limits import LEASES_PER_WORKER, TARGET_LEASE_S
+from hetstream.mpi_dataworkers.dispatcher.tables import LEASES_PER_WORKER, TARGET_LEASE_S
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, parse_service, read_address_file
 from hetstream.mpi_dataworkers.wire.codec import decode, encode

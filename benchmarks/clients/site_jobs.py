@@ -16,11 +16,9 @@ import sys
 import threading
 import time
 
-from hetstream.hetjob.master.elastic import READ_WITHIN_S
-from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.elastic import READ_WITHIN_S, Looks
 from hetstream.hetjob.ports import JobDemand
-from hetstream.hetjob.site.address import read_settings
-from hetstream.hetjob.site.link import SiteLink
+from hetstream.hetjob.site.client import SiteLink, read_settings
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 # Companions have waited for this long when the measurement begins.

@@ -18,8 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from benchmarks.clients.images import BATCH_SIZE, PASSES, Options, Request, Timing, file_class, timed
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.startup import makers_pss_bytes
-from hetstream.mpi_dataworkers.sources.images import ImageFolder
-from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
+from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop
 
 
 class Passes(ConcatDataset[Any]):

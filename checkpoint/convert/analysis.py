@@ -10,12 +10,11 @@ from pathlib import Path
 
 from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
-from hetstream.checkpoint.convert.source import Source, choose
+from hetstream.checkpoint.convert.dcp import Source, choose
 from hetstream.checkpoint.disk.checkpoint import Checkpoint
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.files import replacing
-from hetstream.checkpoint.disk.manifest import Manifest
-from hetstream.checkpoint.disk.rank_file import open_file
+from hetstream.checkpoint.disk.history import replacing
+from hetstream.checkpoint.disk.rank_file import Manifest, open_file
 from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, write_hdf5
 from hetstream.checkpoint.record.layout import TensorSpec
 

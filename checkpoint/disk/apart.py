@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.limits import lower
-from hetstream.checkpoint.disk.bounds import Bounds, explained
+from hetstream.checkpoint.disk.rank_file import Bounds, explained
 from hetstream.checkpoint.errors import DamagedCheckpoint, first_line
 
 _log = logging.getLogger(__name__)

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.files import Directory
-from hetstream.checkpoint.disk.manifest import Manifest
-from hetstream.checkpoint.disk.rank_file import Compare, RankFile, compare_chunks, open_file
+from hetstream.checkpoint.disk.rank_file import Compare, Manifest, RankFile, compare_chunks, open_file
 from hetstream.checkpoint.errors import (
     DamagedCheckpoint,
     OtherRelease,
 )
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 # In a checkpoint whose bytes were found to be wrong: retention does not count it as good.
 DAMAGED = "damaged.txt"

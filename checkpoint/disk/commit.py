@@ -5,7 +5,7 @@
         rank-00000-of-00002.safetensors, rank-00000-of-00002.json   the manifest comes last
     DIR/step-0000000120.2/           the same after the rename that commits it: every part is whole and on disk
     DIR/step-0000000120.2.deleted/   the same on its way out
-    DIR/latest                       link to the newest committed one of the line (`lineage.py`); moved only after it
+    DIR/latest                       link to the newest committed one of the line (`history.py`); moved only after it
     DIR/.commit                      lock of all of these renames
 
 Called by checkpoint writers and by `CheckpointDirectory`. A reader needs none of it: what has a checkpoint's name is
@@ -27,15 +27,19 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from hetstream.base.files import Directory, UntrustedFile, is_temporary
-from hetstream.checkpoint.disk.latest import LATEST, point_latest_to
-from hetstream.checkpoint.disk.lineage import check_start, read_lineage
-from hetstream.checkpoint.disk.manifest import Manifest, PartSpec, is_manifest_name, ranks_of_name, read_manifest
-from hetstream.checkpoint.disk.rank_file import write_file
-from hetstream.checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
-from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.formats.plan import FilePlan
+from hetstream.checkpoint.disk.history import LATEST, check_start, point_latest_to, read_lineage
+from hetstream.checkpoint.disk.rank_file import (
+    Manifest,
+    PartSpec,
+    is_manifest_name,
+    ranks_of_name,
+    read_manifest,
+    write_file,
+)
+from hetstream.checkpoint.disk.safetensors import FilePlan
+from hetstream.checkpoint.errors import DamagedCheckpoint, NotEnoughSpace, reach
 from hetstream.checkpoint.locks import FileLock
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 _log = logging.getLogger(__name__)
 

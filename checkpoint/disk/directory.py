@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, OptionsError
@@ -21,11 +21,9 @@ from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable, shortened
 from hetstream.checkpoint.disk import commit, ownership
 from hetstream.checkpoint.disk.checkpoint import DAMAGED, MAX_REASON_BYTES, Checkpoint, HeldCheckpoint, Partial, mark
-from hetstream.checkpoint.disk.latest import target_of_latest
-from hetstream.checkpoint.disk.lineage import check_start, lineage_of, read_lineage, write_lineage
-from hetstream.checkpoint.disk.manifest import Manifest, ranks_of_name
+from hetstream.checkpoint.disk.history import check_start, lineage_of, read_lineage, target_of_latest, write_lineage
 from hetstream.checkpoint.disk.ownership import Event, JobIdentity, Owner
-from hetstream.checkpoint.disk.rank_file import RankFile, open_file
+from hetstream.checkpoint.disk.rank_file import Manifest, RankFile, open_file, ranks_of_name
 from hetstream.checkpoint.errors import (
     MAX_DAMAGE,
     DamagedCheckpoint,
@@ -33,12 +31,12 @@ from hetstream.checkpoint.errors import (
     MissingRanks,
     NoCheckpoint,
     OtherRelease,
+    reach,
 )
-from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.policy.interval import Attempt
 from hetstream.checkpoint.policy.retention import Retention, Saved, Verdict, judge
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage, is_newest_removed
 
 _log = logging.getLogger(__name__)
@@ -419,3 +417,50 @@ def _saved(checkpoint: Checkpoint) -> Saved:
     return Saved(
         generation.attempt, generation.step, not checkpoint.problem, checkpoint.metrics, repeat=generation.repeat
     )
+
+
+# Which rank of a host compares which bytes of a checkpoint with their checksums, so that each is read once. Pure.
+#
+# The ranks of a host read the same files: all of them that of rank 0, with what is equal everywhere, and after a change
+# of the number of ranks many more. What one has read and found right lies in the page cache for all.
+
+
+def files_of(rank: int, num_ranks: int, num_saved: int) -> list[int]:
+    """The ranks whose files a rank restores from.
+
+    Args:
+        rank: of now.
+        num_ranks: how many there are now.
+        num_saved: how many saved.
+    """
+    if num_ranks == num_saved:
+        return sorted({0, rank})
+    return [*range(num_saved)]  # any of them may have a piece of a sharded tensor
+
+
+def files_of_host(ranks: Iterable[int], num_ranks: int, num_saved: int) -> list[int]:
+    """As `files_of`, for all ranks of a host that restore from disk."""
+    return sorted({file for rank in ranks for file in files_of(rank, num_ranks, num_saved)})
+
+
+def share_of(counts: Sequence[tuple[int, int]], number: int, num_shares: int) -> list[tuple[int, list[int]]]:
+    """One rank's share of the chunks: a run of them, as disks like it.
+
+    Args:
+        counts: file, and number of its chunks.
+        number: which share.
+        num_shares: how many ranks there are to share.
+
+    Returns:
+        File, and numbers of chunks of it.
+    """
+    total = sum(count for _, count in counts)
+    begin, end = (total * share // num_shares for share in (number, number + 1))
+    found = []
+    at = 0
+    for file, count in counts:
+        mine = [*range(max(0, begin - at), min(count, end - at))]
+        if mine:
+            found.append((file, mine))
+        at += count
+    return found

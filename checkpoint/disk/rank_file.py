@@ -10,26 +10,193 @@ import contextlib
 import errno
 import fcntl
 import functools
+import math
 import mmap
 import os
+import re
+import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
+
+from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile
-from hetstream.checkpoint.disk.manifest import CHUNK_BYTES, Manifest
-from hetstream.checkpoint.errors import DamagedCheckpoint
-from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.formats.part import structure_in
-from hetstream.checkpoint.formats.plan import FilePlan, Range
-from hetstream.checkpoint.formats.safetensors import read_header
-from hetstream.checkpoint.pages import Populate, populate
-from hetstream.checkpoint.record.checksum import Checksum
-from hetstream.checkpoint.record.layout import Entry
+from hetstream.base.limits import TimeExceeded, limited
+from hetstream.checkpoint.disk.safetensors import SUFFIX, FilePlan, Range, read_header, structure_in
+from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease, reach
+from hetstream.checkpoint.locks import Populate, populate
+from hetstream.checkpoint.record.layout import Checksum, Entry, Generation, checksum
 from hetstream.checkpoint.record.structure import Record
+
+# What is said about one rank's file of a checkpoint, beside it as JSON: it exists only once the file is whole on disk.
+#
+# Pure: bytes to `Manifest` and back, every field checked. A manifest carries a checksum of itself, so a torn or flipped
+# one is refused like a damaged file.
+
+VERSION = 1
+# One checksum for each so many bytes, so that damage has a place.
+CHUNK_BYTES = 64 << 20
+# More ranks than any machine has; a file that says so takes no more memory than one that is right.
+MAX_RANKS = 1_000_000
+_NAME = re.compile(r"rank-(\d{5,7})-of-(\d{5,7})\.json")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """Whose part of which record; what is known before a byte of it is written.
+
+    Attributes:
+        generation: the record.
+        rank: whose part.
+        world_size: how many parts there are.
+        layout_digest: digest of the record's layout in memory.
+        metrics: what `save` was given.
+    """
+
+    generation: Generation
+    rank: int
+    world_size: int
+    layout_digest: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file that holds it."""
+        return f"rank-{self.rank:05}-of-{self.world_size:05}{SUFFIX}"
+
+    @property
+    def manifest_name(self) -> str:
+        """Name of the file that describes that file."""
+        return f"rank-{self.rank:05}-of-{self.world_size:05}.json"
+
+    def manifest(self, num_bytes: int, checksums: tuple[str, ...], time_s: float) -> Manifest:
+        """What is to be said about the file, once it is on disk."""
+        return Manifest(
+            attempt=self.generation.attempt,
+            step=self.generation.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            num_bytes=num_bytes,
+            checksums=checksums,
+            layout_digest=self.layout_digest,
+            # They choose the best checkpoint, which one that is not finite never is. The record has all of them.
+            metrics={name: float(value) for name, value in self.metrics.items() if math.isfinite(value)},
+            time_s=time_s,
+            repeat=self.generation.repeat or msgspec.UNSET,
+        )
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        attempt: number of the start of the job that saved it.
+        step: of training.
+        rank: whose part this is.
+        world_size: how many parts there are.
+        num_bytes: size of the file.
+        checksums: XXH3 of every `chunk_bytes` of the file, the last one of the rest.
+        layout_digest: digest of the record's layout in memory.
+        metrics: what `save` was given; rank 0's count.
+        time_s: when the file was whole on disk, in seconds since 1970. Told to people, never compared.
+        chunk_bytes: how many bytes one checksum covers.
+        format: of the file.
+        version: of this form.
+        repeat: see `Generation`; not written where it is 0, so that the checksums of manifests from before it was there
+            fit.
+        itself: checksum of all of the above; "" in one that is not written yet.
+    """
+
+    attempt: _Positive
+    step: _Count
+    rank: _Count
+    world_size: _Ranks
+    num_bytes: _Positive
+    checksums: tuple[_Digest, ...]
+    layout_digest: str
+    metrics: dict[str, float]
+    time_s: float
+    chunk_bytes: _Positive = CHUNK_BYTES
+    format: Literal["safetensors"] = "safetensors"
+    version: int = VERSION
+    repeat: _Positive | msgspec.UnsetType = msgspec.UNSET
+    itself: str = ""
+
+    @property
+    def part(self) -> PartSpec:
+        """Whose part of which record this is."""
+        generation = Generation(self.attempt, self.step, self.repeat or 0)
+        return PartSpec(generation, self.rank, self.world_size, self.layout_digest, self.metrics)
+
+    def to_json(self) -> bytes:
+        """What `read_manifest` reads."""
+        return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self, itself=self._checksum()))) + b"\n"
+
+    def problems(self) -> Iterator[str]:
+        """What contradicts itself in it."""
+        if self.itself != self._checksum():
+            yield "its own checksum does not fit"
+        if self.rank >= self.world_size:
+            yield f"rank={self.rank} of world_size={self.world_size}"
+        if len(self.checksums) != -(-self.num_bytes // self.chunk_bytes):
+            yield f"{len(self.checksums)} checksums for {self.num_bytes} bytes"
+
+    def _checksum(self) -> str:
+        return f"{checksum(msgspec.json.encode(msgspec.structs.replace(self, itself=''))):016x}"
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    version: int = VERSION
+
+
+def read_manifest(data: bytes, name: str) -> Manifest:
+    """Read what `to_json` gave.
+
+    Args:
+        data: the file's content.
+        name: its path, for messages.
+
+    Raises:
+        DamagedCheckpoint: it is torn or changed.
+        OtherRelease: it is of another version.
+    """
+    try:
+        # Only then the rest: it may have another form.
+        version = typed_json.decode(data, _Versioned).version
+        if version != VERSION:
+            raise OtherRelease.of(name, version, VERSION)
+        manifest = typed_json.decode(data, Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{name}: {len(data)} bytes that are no manifest: {error}") from error
+    problems = list(manifest.problems())
+    if problems:
+        raise DamagedCheckpoint(f"{name} is damaged: {'; '.join(problems)}")
+    return manifest
+
+
+def is_manifest_name(name: str) -> bool:
+    """Whether a file of this name is a manifest."""
+    return ranks_of_name(name) is not None
+
+
+def ranks_of_name(name: str) -> tuple[int, int] | None:
+    """The rank and the number of ranks in a manifest's name; None if it is no such name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    rank, world_size = int(match[1]), int(match[2])
+    return (rank, world_size) if rank < world_size <= MAX_RANKS else None
+
 
 # What O_DIRECT wants of memory, offset and size; more than any disk asks for.
 _BLOCK_BYTES = 4096
@@ -449,3 +616,123 @@ def _describe(path: Path, manifest: Manifest, damaged: list[int], entries: Seque
 
 def _touched(entries: Sequence[Entry], begin: int, end: int) -> Iterator[str]:
     return (entry.name for entry in entries if entry.offset < end and entry.offset + entry.num_bytes > begin)
+
+
+# How much memory and time a command may take to read a directory or a file that others may have made: in proportion to
+# what lies on disk. A file of some kilobytes that says it is a terabyte is refused before it fills the machine.
+
+# What the program takes by itself, most of it torch; and what for each byte on disk: a mapping that may be written to,
+# a copy, and one to be converted.
+_BASE_BYTES = 2 << 30
+_FACTOR = 4
+_BASE_CPU_S = 60
+_CPU_S_PER_GB = 30
+_MAX_ENTRIES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What reading a source may take.
+
+    Attributes:
+        source: what is read.
+        num_bytes: what it takes on disk.
+    """
+
+    source: Path
+    num_bytes: int
+
+    @staticmethod
+    def of(source: Path) -> Bounds:
+        """Those of a file or a directory."""
+        return Bounds(source, bytes_on_disk(source))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Beyond what the process has."""
+        return _BASE_BYTES + _FACTOR * self.num_bytes
+
+    @property
+    def cpu_s(self) -> int:
+        """Of all threads together."""
+        return _BASE_CPU_S + _CPU_S_PER_GB * self.num_bytes // 10**9
+
+    def memory_exceeded(self) -> DamagedCheckpoint:
+        """The error that says so."""
+        return self._exceeded(f"{self.memory_bytes} bytes of memory")
+
+    def time_exceeded(self) -> DamagedCheckpoint:
+        """The error that says so."""
+        return self._exceeded(f"{self.cpu_s} s of processor time")
+
+    def _exceeded(self, what: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(
+            f"{self.source} takes {self.num_bytes} bytes on disk, and more than {what} to read: "
+            "it is damaged, or a trap"
+        )
+
+
+@contextlib.contextmanager
+def bounded(source: Path) -> Iterator[None]:
+    """Read a directory of checkpoints, or a file, within these bounds.
+
+    Args:
+        source: what is read.
+
+    Raises:
+        DamagedCheckpoint: it takes more memory or time than what is right can take.
+    """
+    bounds = Bounds.of(source)
+    with explained(bounds), limited(bounds.memory_bytes, bounds.cpu_s):
+        yield
+
+
+@contextlib.contextmanager
+def explained(bounds: Bounds) -> Iterator[None]:
+    """What the errors of a process that has reached its bounds become.
+
+    Raises:
+        DamagedCheckpoint: in place of each.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        raise bounds.memory_exceeded() from error
+    except TimeExceeded as error:
+        raise bounds.time_exceeded() from error
+    except OSError as error:
+        # A file that is mapped takes room as well.
+        if error.errno != errno.ENOMEM:
+            raise
+        raise bounds.memory_exceeded() from error
+    except RuntimeError as error:
+        # torch's own word for it.
+        if "can't allocate memory" not in str(error):
+            raise
+        raise bounds.memory_exceeded() from error
+
+
+def bytes_on_disk(source: Path) -> int:
+    """What a file takes on disk, or all files in a directory and one below; holes and links count nothing."""
+    total = 0
+    left = _MAX_ENTRIES
+    folders = [(str(source), 0)] if source.is_dir() else []
+    if not folders:
+        with contextlib.suppress(OSError):
+            total = _blocks(os.stat(source))
+    while folders:
+        folder, depth = folders.pop()
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                left -= 1
+                if left < 0:
+                    return total
+                if entry.is_dir(follow_symlinks=False):
+                    folders += [(entry.path, depth + 1)] if depth == 0 else []
+                else:
+                    total += _blocks(entry.stat(follow_symlinks=False))
+    return total
+
+
+def _blocks(status: os.stat_result) -> int:
+    return status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0

@@ -10,44 +10,230 @@ while they save.
 This module is what a program calls. The work is done by
 
 * `storage.py`: the store in memory, the directory on disk, and the checkpoint writer between them;
-* `save/saving.py`: takes a state apart (`capture.py`), plans its copy (`copy_plan.py`) and makes it;
-* `restoring.py`: chooses a generation (`candidates.py`), opens it (`source.py`), and copies it into the program's state
-  (`destinations.py`);
-* `timing.py` and `stopping.py`: when all ranks save, and when they end;
-* `assembly.py`: plugs in the handover to another job (`handover/`), and copies on other hosts (`replica/`).
+* `flash/saving.py`: takes a state apart (`capture.py`), plans its copy (`copy_plan.py`) and makes it;
+* `checkpointer.py`: chooses a generation (`candidates.py`), opens it (`source.py`), and copies it into the program's
+state (`destinations.py`);
+* `checkpointer.py` and `stopping.py`: when all ranks save, and when they end;
+* `ownership.py`: plugs in the handover to another job (`handover/`), and copies on other hosts (`replica/`).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, MutableMapping
+import time
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import directory_of_job
-from hetstream.checkpoint.errors import NotOnDisk
-from hetstream.checkpoint.flash import exit_code
-from hetstream.checkpoint.flash.distributed import Communicator, communicator
-from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step, requested_step
-from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint
-from hetstream.checkpoint.flash.restoring import Restoring
-from hetstream.checkpoint.flash.save.capture import Capture
-from hetstream.checkpoint.flash.save.saving import Saving
-from hetstream.checkpoint.flash.slurm_task import warn_of_wrapper
-from hetstream.checkpoint.flash.stats import CheckpointStats
-from hetstream.checkpoint.flash.stopping import Stopping
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import NotOnDisk, UnsupportedState
+from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
+from hetstream.checkpoint.flash.options import (
+    CheckpointOptions,
+    CheckpointStats,
+    check_arguments,
+    checked_step,
+    requested_step,
+)
+from hetstream.checkpoint.flash.ranks import Communicator, communicator, gather
+from hetstream.checkpoint.flash.saving import Capture, Saving
+from hetstream.checkpoint.flash.stopping import Stopping, warn_of_wrapper
 from hetstream.checkpoint.flash.storage import CheckpointStorage
-from hetstream.checkpoint.flash.timing import Timing
-from hetstream.checkpoint.policy.interval import Adaptive, Every
+from hetstream.checkpoint.memory.store_files import WriterStatus
+from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree_on_interval
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
+
+# When to save: the schedule of `policy/interval.py` with the clock, the costs and the other ranks.
+#
+# Called by `FlashCheckpointer.should_save`. Ranks exchange their decisions once after each save, and never in a save.
 
 _log = logging.getLogger(__name__)
+
+
+class Timing:
+    """The schedule of all ranks, on one of them.
+
+    Args:
+        rule: how often.
+        directory: of the checkpoints; its history of attempts says how often they failed.
+        ranks: the ranks that have to agree.
+    """
+
+    def __init__(self, rule: Every | Adaptive, directory: CheckpointDirectory, ranks: Communicator) -> None:
+        self._rule = rule
+        self._directory = directory
+        self._ranks = ranks
+        self._schedule: Schedule | None = None
+        self._due_step: int | None = None
+        self._seen_persisted: Generation | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why the ranks save as often as they do, in words; "" before training."""
+        return self._schedule.decision.reason if self._schedule else ""
+
+    def begin(self, step: int) -> None:
+        """Count from here on. Every rank calls it.
+
+        Args:
+            step: steps of training that are done.
+        """
+        history = FailureHistory()
+        if self._ranks.rank == 0:
+            history = FailureHistory.of(self._directory.past_attempts())
+        history = gather(self._ranks, history)[0] if self._ranks.world_size > 1 else history
+        self._schedule = Schedule(self._rule, step, time.monotonic(), history)
+        self._due_step = None
+
+    def is_due(self, step: int, stats: CheckpointStats, read_status: Callable[[], WriterStatus | None]) -> bool:
+        """Whether to save after this step: the same answer on every rank. Every rank asks after each step.
+
+        Args:
+            step: steps of training that are done.
+            stats: of the saves so far.
+            read_status: what the checkpoint writer says.
+        """
+        now_s = time.monotonic()
+        if self._schedule is None:
+            self.begin(step - 1)
+        assert self._schedule is not None
+        schedule = self._schedule
+        if self._due_step is not None:
+            status = read_status()
+            if status and status.persisted and status.persisted != self._seen_persisted:
+                self._seen_persisted = status.persisted
+                schedule.note_persist(status.persist_s)
+            decision = schedule.propose(self._due_step, stats.blocked_s, now_s, stats.allocated_s)
+            if not isinstance(self._rule, Every) or self._rule.num_steps is None:
+                decision = agree_on_interval(gather(self._ranks, decision))
+            if schedule.decision.bound_by == "first" and self._ranks.rank == 0:
+                self._say_chosen(decision, schedule.history)
+            schedule.adopt(decision, self._due_step, now_s)
+            self._due_step = None
+        return schedule.is_due(step, now_s, alone=self._ranks.world_size == 1)
+
+    def _say_chosen(self, decision: Decision, history: FailureHistory) -> None:
+        """Say once how often there will be saves and why: the program did not, or only in seconds."""
+        known = ""
+        if decision.bound_by == "failures":
+            known = f" (counted: {history.num_failures} failures)" if history.num_failures else " (assumed: mtbf_s)"
+        _log.warning(
+            "hetstream: the first checkpoint is saved; from now on %s%s. FlashCheckpointer(interval=) changes that: a "
+            "number of steps, Every(seconds=) or Adaptive(max_overhead=, mtbf_s=)",
+            decision.reason,
+            known,
+        )
+
+    def note_due(self, step: int) -> None:
+        """The program is told to save after this step: the next `is_due` takes account of what that cost."""
+        self._due_step = step
+
+
+# Restores: bring a generation that all ranks have into the program's state; later saves follow that generation.
+#
+# Called by the checkpointer of every rank. `restore/` finds the generation and copies it into the state.
+
+
+class Restoring:
+    """The restores of one rank.
+
+    Args:
+        ranks: that have to agree.
+        storage: what they restore from.
+        saving: goes on behind what was restored.
+        timing: counts from there.
+        allow_pickle: unpickle what was pickled.
+    """
+
+    def __init__(
+        self, ranks: Communicator, storage: CheckpointStorage, saving: Saving, timing: Timing, *, allow_pickle: bool
+    ) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._saving = saving
+        self._timing = timing
+        self._allow_pickle = allow_pickle
+
+    def restore(self, state: MutableMapping[str, Any], step: int | None, *, strict: bool) -> int | None:
+        """Bring a generation into a state, in place; see `FlashCheckpointer.restore`."""
+        leaves = self._saving.announce(state)  # says what is wrong with it before anything happens
+        self._storage.become_owner()
+        candidates = self._storage.candidates()
+        with rng.held_off():
+            whole = functools.partial(self._saving.flatten, state) if leaves.unasked else lambda: leaves
+            restored = restore_state(candidates, state, whole, RestoreRequest(step, strict, self._allow_pickle))
+        if restored.generation and (step is not None or self._is_behind(restored.generation)):
+            self._go_back(restored.generation)
+        self._timing.begin(restored.step or 0)
+        self._storage.succession.note_restored(restored.step or 0)
+        try:
+            # Last, as it goes on in a thread, and each look at a file would wait for that.
+            is_known = restored.keeps_leaves and not (leaves.unasked and restored.generation)
+            self._saving.prepare(state, leaves if is_known else None)
+        except UnsupportedState as error:  # the restore is done, here and on the other ranks; a save raises it
+            _log.warning("what was restored cannot be saved: %s", error)
+        return restored.step
+
+    def load(self, step: int | None) -> LoadedCheckpoint | None:
+        """A generation as plain values; see `FlashCheckpointer.load`."""
+        self._storage.become_owner()
+        loaded = load_values(self._storage.candidates(), RestoreRequest(step, allow_pickle=self._allow_pickle))
+        self._storage.succession.note_restored(loaded.step if loaded else 0)
+        return loaded
+
+    def all_steps(self) -> list[int]:
+        """The steps that can be restored; see `FlashCheckpointer.all_steps`."""
+        storage = self._storage
+        candidates = storage.candidates() if storage.attempt else storage.candidates_on_disk()
+        return candidates.all_steps()[0]
+
+    def _is_behind(self, generation: Generation) -> bool:
+        """Whether any rank has saved a newer one in this attempt: not all have it, and its steps are made again."""
+        newest = self._saving.newest
+        return any(gather(self._ranks, newest is not None and generation < newest))
+
+    def _go_back(self, start: Generation) -> None:
+        """Have later saves follow a generation; all that is newer is left behind."""
+        self._saving.background.wait()
+        has_saved = any(gather(self._ranks, self._saving.newest is not None))
+        self._storage.go_back(start, has_saved=has_saved)
+        self._saving.begin_anew()
+
+
+# The exit code of a program whose exit handlers fail: Python says 0 whatever they raise.
+#
+# Called by the checkpointer, whose own handler brings the last state to disk.
+
+_has_failed = False
+
+
+def fail() -> None:
+    """Have the program end with 1."""
+    global _has_failed
+    _has_failed = True
+
+
+def _end() -> None:
+    # Handlers run in the opposite order: what programs have registered since this module was imported is behind us.
+    if _has_failed:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(1)
+
+
+atexit.register(_end)
 
 
 class FlashCheckpointer:
@@ -341,7 +527,7 @@ class FlashCheckpointer:
             self.close(keep_memory=hasattr(sys, "last_value") and not isinstance(sys.last_value, KeyboardInterrupt))
         except NotOnDisk as error:
             _log.error("%s", error)
-            exit_code.fail()
+            fail()
 
     def _check_open(self) -> None:
         if not self._storage.is_open:

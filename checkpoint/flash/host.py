@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.checkpoint.flash.distributed import Communicator, gather
+from hetstream.checkpoint.flash.ranks import Communicator, gather
 from hetstream.checkpoint.memory.segment import boot_id
 from hetstream.checkpoint.memory.store import Store
 

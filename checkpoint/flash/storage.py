@@ -16,20 +16,18 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import job_and_component, job_has_writers
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import NotOnDisk
-from hetstream.checkpoint.flash.assembly import other_hosts_of, succession_of
-from hetstream.checkpoint.flash.distributed import Communicator, from_rank_0, together
+from hetstream.checkpoint.flash.candidates import RestoreCandidates, Sources
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.options import CheckpointOptions
-from hetstream.checkpoint.flash.ownership import DirectoryOwnership
-from hetstream.checkpoint.flash.restore.candidates import RestoreCandidates
-from hetstream.checkpoint.flash.restore.source import MemorySource
-from hetstream.checkpoint.flash.restore.trial import Sources
+from hetstream.checkpoint.flash.ownership import DirectoryOwnership, other_hosts_of, succession_of
+from hetstream.checkpoint.flash.ranks import Communicator, from_rank_0, together
+from hetstream.checkpoint.flash.source import MemorySource
 from hetstream.checkpoint.flash.writer_link import WriterLink
 from hetstream.checkpoint.memory.adoption import newest_attempt
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import FALLBACK, StoreFiles, StoreIdentity, make_fallback
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage
 
 _log = logging.getLogger(__name__)

@@ -9,12 +9,13 @@ import logging
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.persist.writer import spawn_writer
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 _log = logging.getLogger(__name__)
 
@@ -187,3 +188,49 @@ class WriterLink:
             self.process = spawn_writer(self._store.path, self._directory)
         except HetstreamError as error:
             _log.error("checkpoints stay in memory: %s", error)
+
+
+# Threads that make memory for checkpoints ready beside the program, one after the other.
+
+
+class Background:
+    """Runs functions beside the program, in the order in which they were started.
+
+    A failure is logged and no more: the next save allocates what is missing.
+    """
+
+    def __init__(self) -> None:
+        self._newest: threading.Thread | None = None
+
+    def start(self, act: Callable[[], None]) -> None:
+        """Do something once what was started before is done."""
+        self.start_planned(act, lambda: ())
+
+    def start_planned(self, act: Callable[..., None], plan: Callable[[], tuple[int, ...]]) -> None:
+        """Plan something at once, and do it once what was started before is done.
+
+        Args:
+            act: what to do.
+            plan: gives the arguments of `act`.
+        """
+        former = self._newest
+        begin = threading.Event()
+
+        def work() -> None:
+            begin.wait()  # `Thread.start` returns once this thread lets go of the GIL, so it does that first
+            try:
+                arguments = plan()
+                if former:
+                    former.join()
+                act(*arguments)
+            except (HetstreamError, OSError) as error:
+                _log.warning("there is no memory for checkpoints yet: %s", error)
+
+        self._newest = threading.Thread(target=work, name="checkpoint memory", daemon=True)
+        self._newest.start()
+        begin.set()
+
+    def wait(self) -> None:
+        """Until all of it is done."""
+        if self._newest:
+            self._newest.join()

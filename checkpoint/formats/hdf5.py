@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from hetstream.base.installed import install_command
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import TensorSpec
+from hetstream.checkpoint.record.layout import Generation, TensorSpec
 from hetstream.checkpoint.record.structure import Record
 from hetstream.checkpoint.record.tree import TENSOR, Node
 

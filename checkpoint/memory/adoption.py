@@ -19,11 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.base.own_lock import own_lock
-from hetstream.checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse
-from hetstream.checkpoint.faults import reach
+from hetstream.base.locks import own_lock
+from hetstream.checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse, reach
 from hetstream.checkpoint.locks import FileLock
-from hetstream.checkpoint.memory.slot import unlink_with_target
+from hetstream.checkpoint.memory.slots import unlink_with_target
 from hetstream.checkpoint.memory.store_files import (
     STATUS_BYTES,
     Holder,

@@ -25,11 +25,9 @@ from pathlib import Path
 
 from hetstream.base.errors import OptionsError
 from hetstream.base.limits import available_bytes
-from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
-from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.pages import Populate, give_back, populate
-from hetstream.checkpoint.record.checksum import checksum
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull, reach
+from hetstream.checkpoint.locks import Populate, give_back, populate
+from hetstream.checkpoint.record.layout import Generation, checksum
 
 VERSION = 2
 PAGE_BYTES = 4096

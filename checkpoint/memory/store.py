@@ -14,24 +14,175 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, OptionsError
-from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
-from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull, reach
 from hetstream.checkpoint.locks import FileLock
-from hetstream.checkpoint.memory.adoption import delete_without_writer, make_store, own_store
-from hetstream.checkpoint.memory.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
-from hetstream.checkpoint.memory.segment import Segment, file_bytes
-from hetstream.checkpoint.memory.slot import Slot, SlotMemory, take_slots
+from hetstream.checkpoint.memory.adoption import delete_without_writer, give_up, make_store, own_store
+from hetstream.checkpoint.memory.segment import Segment, State, file_bytes
+from hetstream.checkpoint.memory.slots import Slot, SlotMemory, take_slots
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, SlotContent, StoreFiles, StoreIdentity, WriterStatus
-from hetstream.checkpoint.memory.wake_pipe import WakePipe
-from hetstream.checkpoint.memory.writable_slot import WritableSlot
-from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation
+from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
 from hetstream.checkpoint.record.lineage import Lineage
 
+# A store that somebody deletes below its living trainer, and what is done to make it anew. Called by `store.py`.
+#
+# Not every deletion is a mistake of somebody's: systemd-logind removes all that a user has in /dev/shm when he logs out
+# of a host, and sites clean up /dev/shm after jobs. The trainer still has the memory mapped, with all that is in it,
+# but no other process can reach it any more.
+
 _log = logging.getLogger(__name__)
+
+# Other threads go on between two of these.
+_STRIDE_BYTES = 64 << 20
+
+
+def is_whole(files: StoreFiles, lock: FileLock, slots: Iterable[Slot]) -> bool:
+    """Whether all files of a store are there that its trainer has open: a few microseconds."""
+    return (
+        lock.is_of(files.trainer_lock)
+        and files.wake.exists()
+        and all(slot.segment is None or slot.is_busy or slot.segment.is_of(slot.path) for slot in slots)
+    )
+
+
+def warn_of_deletion(path: Path) -> None:
+    """Say what has happened, why it happens, and what can be done about it."""
+    _log.warning(
+        "%s: somebody has deleted this checkpoint store, or files of it, while it was in use. It is made anew, and "
+        "training goes on. systemd-logind does so when a user logs out of a host (RemoveIPC), and so do jobs that "
+        "clean up /dev/shm. To have it stay: loginctl enable-linger USER, or RemoveIPC=no in /etc/systemd/logind.conf",
+        path,
+    )
+
+
+def copy_generation(former: Segment, slot: Slot, memory: SlotMemory) -> None:
+    """Bring a complete generation from a slot whose file is gone into one of the new store.
+
+    Raises:
+        SharedMemoryFull: there is no room.
+        DamagedSegment: it is not complete.
+    """
+    former.check_complete()
+    header, source = former.header, former.payload
+    memory.replace(slot, header.payload_bytes, header.metadata_bytes)
+    assert slot.segment is not None
+    slot.segment.begin(header.payload_bytes)
+    with source, slot.segment.payload as target:
+        for begin in range(0, header.payload_bytes, _STRIDE_BYTES):
+            target[begin : begin + _STRIDE_BYTES] = source[begin : begin + _STRIDE_BYTES]
+    reach("store.copied")
+    slot.segment.publish(header.generation, header.serial, header.layout_digest, former.metadata)
+
+
+def clear_away(files: StoreFiles) -> None:
+    """Give up what the deletion has left of a store: nobody will look for it. For who had its trainer's lock."""
+    with contextlib.suppress(OSError):
+        if files.path.exists():
+            give_up(files)
+
+
+# The pipe in a store by which a trainer wakes its checkpoint writer.
+
+
+class WakePipe:
+    """The trainer's end; it is there without a checkpoint writer, too, and what is written then is not lost."""
+
+    def __init__(self, files: StoreFiles) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(files.wake, 0o600)
+        # Read and write: a pipe without a reader does not open for writing alone.
+        self._descriptor = os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def wake(self) -> None:
+        """Make the checkpoint writer look."""
+        with contextlib.suppress(BlockingIOError):  # it has not looked at what is in the pipe
+            os.write(self._descriptor, b"\0")
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+
+# A slot while a save writes to it: `Store.begin` gives it, and it ends with `publish` or `abandon`.
+
+
+class WritableSlot:
+    """A slot that is being written; `Store.begin` makes it. As a context manager it abandons what was not published.
+
+    Attributes:
+        payload: the memory to copy into, in bytes.
+        segment: the slot: the same object as long as its memory is the same.
+        waited_s: how long the save waited for a free slot, in seconds.
+        allocated_s: how long memory for it was allocated, by this save or by a thread that it waited for; later saves
+            find it there.
+    """
+
+    def __init__(self, store: Store, slot: Slot, waited_s: float, allocated_s: float) -> None:
+        assert slot.segment is not None
+        self._store = store
+        self._slot = slot
+        self.segment = slot.segment
+        self._is_open = True
+        self.payload = self.segment.payload
+        self.waited_s = waited_s
+        self.allocated_s = allocated_s
+
+    def publish(self, generation: Generation, metadata: bytes, layout_digest: str) -> None:
+        """Make what was copied the newest generation, and wake the checkpoint writer.
+
+        Args:
+            generation: not older than the newest.
+            metadata: see `segment.join_metadata`.
+            layout_digest: `Layout.digest` of the payload.
+
+        Raises:
+            OptionsError: the generation is older, or the metadata is larger than was said to `begin`.
+        """
+        self._check_open()
+        self._store._check_newest(generation)
+        self.segment.publish(generation, self._store._next_serial(), layout_digest, metadata)
+        reach("slot.complete")
+        self._end()
+        self._store.wake()
+        reach("slot.published")
+        self._store.renew_if_deleted()
+
+    def abandon(self) -> None:
+        """Give up what was copied: the slot is empty, and the other generations are as they were."""
+        self._check_open()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """End it wherever it is: what is complete stays, anything else is given up. It may be called again."""
+        try:
+            if self._is_open and self.segment.header.state != State.COMPLETE:
+                self.segment.abandon()
+        except DamagedSegment as error:
+            # An interrupt came while the header was written: the slot gets a new file before it is used again.
+            _log.debug("a slot is given up: %s", error)
+        self._end()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise OptionsError("this slot has been published or abandoned")
+
+    def _end(self) -> None:
+        self._is_open = False
+        # An array over it keeps it; then the program must not write to it any more.
+        with contextlib.suppress(BufferError):
+            self.payload.release()
+        self._store._end_writing(self._slot)
+
+    def __enter__(self) -> WritableSlot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_open:
+            self.abandon()
+
 
 MIN_SLOTS = 2
 # Whoever looks whether a slot is what it was holds its lock for a moment.

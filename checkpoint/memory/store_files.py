@@ -32,11 +32,10 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
-from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, DirectoryNotWritable, ForeignOwner
-from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, DirectoryNotWritable, ForeignOwner, reach
 from hetstream.checkpoint.locks import FileLock, is_locked
 from hetstream.checkpoint.memory.segment import Header, Segment, State, read_header
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage
 
 _NAME = re.compile(r"\.?hetstream-ckpt-(\d+)-([\w.+]+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})", re.ASCII)

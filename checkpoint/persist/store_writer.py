@@ -1,6 +1,6 @@
 """A checkpoint writer's work on one store: bring its generations to disk.
 
-Called by the loop of `writer.py`. What to write is decided by `persist_decision.py`; it is written and committed by
+Called by the loop of `writer.py`. What to write is decided by `store_writer.py`; it is written and committed by
 `commit.py`, and the trainer is told in the store's `status.json`. What else is done for a store is its companion's.
 Never changes a generation, and never waits for another rank.
 """
@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,20 +22,78 @@ import msgspec
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.latest import problem_of_latest
-from hetstream.checkpoint.disk.manifest import PartSpec
-from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedSegment, DirectoryReplaced
-from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.formats.part import plan_part
-from hetstream.checkpoint.formats.plan import FilePlan
-from hetstream.checkpoint.memory.mapped_slots import MappedSlots
+from hetstream.checkpoint.disk.history import problem_of_latest
+from hetstream.checkpoint.disk.rank_file import PartSpec
+from hetstream.checkpoint.disk.safetensors import FilePlan, plan_part
+from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedSegment, DirectoryReplaced, reach
 from hetstream.checkpoint.memory.segment import Segment, split_metadata
+from hetstream.checkpoint.memory.slots import MappedSlots
 from hetstream.checkpoint.memory.store_files import SlotContent, StoreFiles, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView
-from hetstream.checkpoint.persist.persist_decision import decide_persist
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import from_json
+from hetstream.checkpoint.record.layout import Generation, from_json
 from hetstream.checkpoint.record.structure import Record
+
+# Which generation a checkpoint writer writes next, so that ranks which nobody synchronises write the same ones. Pure.
+#
+# Each rank's checkpoint writer writes when it can, and a checkpoint needs a part from every rank. Left alone, each
+# would take the newest of its own trainer, and with ranks a step apart no set would ever be complete. So the first to
+# begin announces its generation (its directory on disk is the announcement), the others join it, and nobody begins
+# another before that one is committed. A checkpoint writer that has lost what was announced, because its trainer
+# overwrote it, announces a newer one, and the others follow.
+
+
+@dataclass(frozen=True)
+class PersistDecision:
+    """What to do next.
+
+    Attributes:
+        generation: to write; None: nothing now.
+        reason: why.
+    """
+
+    generation: Generation | None
+    reason: str
+
+
+def decide_persist(
+    held: Collection[Generation],
+    written: Collection[Generation],
+    announced: Collection[Generation],
+    committed: Generation | None,
+    *,
+    last_chance: bool,
+) -> PersistDecision:
+    """Decide.
+
+    Args:
+        held: complete generations of this rank in memory.
+        written: generations whose part of this rank is on disk.
+        announced: generations that some rank has begun and that are not committed.
+        committed: the newest committed one.
+        last_chance: no newer one will come into memory, or there is no time left to wait for it.
+    """
+    useful = {generation for generation in held if committed is None or generation > committed}
+    if not useful:
+        return PersistDecision(None, "all that is in memory is on disk, or older than what is")
+    newest = max(useful)
+    begun = sorted(
+        (generation for generation in announced if committed is None or generation > committed), reverse=True
+    )
+    for generation in begun:
+        if generation in written:
+            if not last_chance:
+                return PersistDecision(None, f"{generation} waits for other ranks' parts")
+        elif generation in useful:
+            return PersistDecision(generation, "other ranks have begun it")
+        elif generation > newest:
+            if not last_chance:
+                return PersistDecision(None, f"other ranks have begun {generation}, which is still to come here")
+        elif not last_chance:
+            break  # it was overwritten in memory; so will be those before it
+    if newest in written:
+        return PersistDecision(None, f"{newest} waits for other ranks' parts")
+    return PersistDecision(newest, "it is the newest")
+
 
 _log = logging.getLogger(__name__)
 

@@ -27,12 +27,28 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.config import environment_of_writer
-from hetstream.checkpoint.errors import StoreInUse, WriterError
-from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, list_stores, stores_prefix
+from hetstream.checkpoint.errors import StoreInUse, WriterError, reach
+from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, StoreFiles, list_stores, stores_prefix
 from hetstream.checkpoint.memory.view import StoreView
-from hetstream.checkpoint.persist.assembly import companion_of
-from hetstream.checkpoint.persist.store_writer import StoreWriter
+from hetstream.checkpoint.persist.store_writer import Companion, StoreWriter
+from hetstream.checkpoint.record.layout import Generation
+
+# What is plugged into a checkpoint writer: the only place on its side that knows `replica/`.
+
+
+def companion_of(files: StoreFiles, directory: Path, report: Callable[[Generation | None, str], None]) -> Companion:
+    """What else is done for a store.
+
+    Args:
+        files: of the store.
+        directory: of the checkpoints.
+        report: told the generation that another host keeps now, or why it does not. Called in a thread, too.
+    """
+    # Here, as trainers import this to start a checkpoint writer, and do not talk with other hosts.
+    from hetstream.checkpoint.replica.service import ReplicaServing
+
+    return ReplicaServing(files, directory, report)
+
 
 _log = logging.getLogger(__name__)
 

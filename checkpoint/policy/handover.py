@@ -2,7 +2,7 @@
 
 The job that trains is the owner; the one that was started to go on in its place is the successor. The successor asks
 only when its program is initialised, and the owner stops only for a successor that lives. Called by
-`checkpoint/flash/handover/acquisition.py`.
+`checkpoint/flash/handover.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage
 
 Source = Literal["memory", "replica", "disk"]

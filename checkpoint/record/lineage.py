@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 _BEFORE_ALL = Generation(0, 0)
 

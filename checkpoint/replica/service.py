@@ -13,21 +13,170 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from hetstream.base.errors import HetstreamError
-from hetstream.checkpoint.errors import DamagedSegment, ReplicaError
-from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.segment import MAX_METADATA_BYTES, Header, Segment
-from hetstream.checkpoint.memory.store_files import StoreFiles
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.replica import rendezvous
-from hetstream.checkpoint.replica.callers import UnknownCallers
-from hetstream.checkpoint.replica.peers import Order
-from hetstream.checkpoint.replica.rendezvous import Endpoint
-from hetstream.checkpoint.replica.slots import check_record, forget_others, make_slot, on_this_host
-from hetstream.checkpoint.replica.wire import Channel, Reply, Request, words
+from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError, reach
+from hetstream.checkpoint.memory.segment import (
+    MAX_METADATA_BYTES,
+    Header,
+    Segment,
+    check_memory,
+    check_room,
+    file_bytes,
+    split_metadata,
+)
+from hetstream.checkpoint.memory.store_files import SlotContent, StoreFiles
+from hetstream.checkpoint.record.agreement import Replica
+from hetstream.checkpoint.record.layout import Generation, from_json
+from hetstream.checkpoint.record.structure import Origin, Record, read_origin
+from hetstream.checkpoint.replica import wire
+from hetstream.checkpoint.replica.wire import Channel, Endpoint, Order, Reply, Request, read_order, words
+
+# Replicas in the store of the rank whose checkpoint writer keeps them: two slot files for each rank that it keeps them
+# of.
+#
+#     STORE/replica-1-0, STORE/replica-1-1    generations of rank 1, as `segment.py` describes them
+#
+# A new one overwrites the older, so a transfer that breaks off costs nothing that was whole. They go with the store.
+
+NUM_SLOTS = 2
+
+
+def make_slot(files: StoreFiles, rank: int, payload_bytes: int, metadata_bytes: int) -> Segment:
+    """Where the next generation of a rank is to be written; the newest one stays.
+
+    Raises:
+        SharedMemoryFull: there is no room.
+        OSError: the store is gone.
+    """
+    whole = files.replicas_of(rank)
+    kept = whole[0].path if whole else None
+    path = next(
+        candidate for candidate in (files.replica(rank, number) for number in range(NUM_SLOTS)) if candidate != kept
+    )
+    try:
+        segment = Segment.open(path, writable=True)
+        header = segment.header
+        if header.payload_capacity_bytes >= payload_bytes and header.metadata_capacity_bytes >= metadata_bytes:
+            return segment
+        segment.close()
+    except DamagedSegment:
+        pass  # there is none, or it is torn: a new one takes its place
+    reach("replica.allocating")
+    path.unlink(missing_ok=True)
+    num_bytes = file_bytes(payload_bytes, metadata_bytes)
+    check_room(files.path, num_bytes)
+    check_memory(files.path, num_bytes, files.promised_bytes() + files.outstanding_bytes())
+    made = files.path / f"new-{path.name}"
+    made.unlink(missing_ok=True)
+    segment = Segment.create(made, payload_bytes, metadata_bytes)
+    made.rename(path)
+    segment.path = path
+    return segment
+
+
+def forget_others(files: StoreFiles, ranks: Collection[int]) -> None:
+    """Free the replicas of all ranks but some: their peer is another now."""
+    for path in files.replicas():
+        if files.rank_of_replica(path) not in ranks:
+            path.unlink(missing_ok=True)
+
+
+def check_record(metadata: bytes, rank: int, layout_digest: str, payload_bytes: int) -> None:
+    """Refuse what is not a rank's record.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    layout_json, structure = split_metadata(metadata)
+    layout, record = from_json(layout_json), Record.read(structure)
+    if layout.digest != layout_digest or layout.payload_bytes > payload_bytes or record.rank != rank:
+        raise ReplicaError(f"what came is not the record of rank {rank} that was announced, but of rank {record.rank}")
+
+
+def on_this_host(files: StoreFiles, rank: int) -> list[SlotContent]:
+    """All that this host's memory has of a rank, in any store of the same job and directory; newest first."""
+    found: list[SlotContent] = []
+    for store in files.siblings():
+        found += store.replicas_of(rank)
+        found += store.complete() if store.holder().rank == rank else []
+    return sorted(found, key=lambda content: content.age, reverse=True)
+
+
+def for_others(files: StoreFiles) -> Iterator[Replica]:
+    """What this host could give to other ranks.
+
+    The replicas in this store; and all that is in stores of dead trainers, whose ranks may run elsewhere now.
+    """
+    for store in files.siblings():
+        is_own = store.path == files.path
+        if not is_own and store.is_trainer_alive():
+            continue  # it speaks for itself
+        held = [(store.rank_of_replica(path), SlotContent.of(path)) for path in store.replicas()]
+        if not is_own:
+            held += [(store.holder().rank, content) for content in store.complete()]
+        for rank, content in held:
+            # What is damaged, or overwritten just now, is nothing to give.
+            with contextlib.suppress(CheckpointError):
+                if content:
+                    origin = _origin(content, rank)
+                    yield Replica(rank, content.header.generation, origin.world_size, origin.shared_elsewhere)
+
+
+def _origin(content: SlotContent, rank: int) -> Origin:
+    with Segment.open(content.path) as segment:
+        origin = read_origin(split_metadata(segment.metadata)[1])
+    if origin.rank != rank:
+        raise ReplicaError(f"{content.path} holds a record of rank {origin.rank}, not {rank}")
+    return origin
+
+
+# Who has to leave when more callers wait to be known than there is room for. Pure; used by the service.
+
+T = TypeVar("T")
+
+
+class UnknownCallers(Generic[T]):
+    """Callers that have not proved the key yet, in the order in which they came.
+
+    A newcomer is always taken in. So a crowd that says nothing keeps out nobody who has the key: who comes from another
+    address than the crowd never leaves for it, and who comes from the same one leaves only if `room` others come
+    between its two messages.
+
+    Args:
+        room: how many may wait.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._waiting: list[tuple[str, T]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, address: str, caller: T) -> T | None:
+        """Take a caller in.
+
+        Returns:
+            Who has to leave for it: the oldest of an address that has the most; None: nobody.
+        """
+        self._waiting.append((address, caller))
+        if len(self._waiting) <= self._room:
+            return None
+        counts = Counter(address for address, _ in self._waiting)
+        most = max(counts.values())
+        leaving = next(waiting for waiting in self._waiting if counts[waiting[0]] == most)
+        self._waiting.remove(leaving)
+        return leaving[1]
+
+    def discard(self, caller: T) -> None:
+        """A caller is known now, or has gone. A second time does nothing."""
+        self._waiting = [waiting for waiting in self._waiting if waiting[1] is not caller]
+
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +212,7 @@ class ReplicaService:
         self._files = files
         self._directory = directory
         self._report = report
-        self._key = rendezvous.read_key(directory, order.attempt)
+        self._key = wire.read_key(directory, order.attempt)
         self._is_closing = False
         self._began_s = time.monotonic()
         self._wake = threading.Event()
@@ -75,7 +224,7 @@ class ReplicaService:
         self._server = _listen()
         try:
             self._endpoint = Endpoint(order.attempt, order.rank, order.host, self._server.getsockname()[1])
-            rendezvous.publish(directory, self._endpoint)
+            wire.publish(directory, self._endpoint)
         except BaseException:
             self._server.close()
             raise
@@ -94,7 +243,7 @@ class ReplicaService:
     def close(self) -> None:
         """End all transfers and let go of the store."""
         self._is_closing = True
-        rendezvous.withdraw(self._directory, self._endpoint)
+        wire.withdraw(self._directory, self._endpoint)
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._wake.set()
@@ -143,7 +292,7 @@ class ReplicaService:
         if newest is None or (self._sent and newest.header.generation <= self._sent):
             return
         assert self.order.peer is not None
-        endpoint = rendezvous.find(self._directory, self.order.peer, self.order.attempt)
+        endpoint = wire.find(self._directory, self.order.peer, self.order.attempt)
         if endpoint is None:
             if time.monotonic() < self._began_s + _START_S:
                 return  # it has not started yet
@@ -299,3 +448,51 @@ def _listen() -> socket.socket:
         with contextlib.suppress(OSError):  # the kernel may have it switched off
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=_BACKLOG)
+
+
+# Beside a checkpoint writer's way to disk: replicas are sent and kept as the trainer wants, which may change.
+
+_SERVING_RETRY_S = 5.0
+
+
+class ReplicaServing:
+    """For one store; plugged into its checkpoint writer as its `Companion`.
+
+    Args:
+        files: of the store.
+        directory: of the checkpoints.
+        report: told the generation that the peer keeps now, or why it does not.
+    """
+
+    def __init__(self, files: StoreFiles, directory: Path, report: Report) -> None:
+        self._files, self._directory, self._report = files, directory, report
+        self._service: ReplicaService | None = None
+        self._not_before_s = 0.0
+
+    def advance(self) -> None:
+        """Begin, go on or end to send and to keep replicas, as the trainer wants. It never waits for a peer."""
+        order = read_order(self._files.replica_order)
+        if self._service and self._service.order == order:
+            self._service.wake()
+            return
+        self.close()
+        if order is None or time.monotonic() < self._not_before_s:
+            return
+        try:
+            self._service = ReplicaService(self._files, self._directory, order, self._report)
+        except (OSError, HetstreamError) as error:
+            self._not_before_s = time.monotonic() + _SERVING_RETRY_S
+            _log.warning(
+                "rank=%d directory=%s: no replicas, next try in %g s: %s",
+                order.rank,
+                self._directory,
+                _SERVING_RETRY_S,
+                error,
+            )
+            self._report(None, str(error))
+
+    def close(self) -> None:
+        """End all transfers."""
+        service, self._service = self._service, None
+        if service:
+            service.close()

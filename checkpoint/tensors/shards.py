@@ -20,10 +20,9 @@ import torch
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.rank_file import Compare, open_file
 from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import Entry
+from hetstream.checkpoint.record.layout import Entry, Generation
 from hetstream.checkpoint.record.structure import Record, TensorRef
-from hetstream.checkpoint.tensors.views import make_foreign, tensor_of, view_of
+from hetstream.checkpoint.tensors.leaves import make_foreign, tensor_of, view_of
 
 CheckpointPath = str | os.PathLike[str]
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape, one number for each dimension

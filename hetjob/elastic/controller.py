@@ -14,21 +14,105 @@ load that alternates keeps what it needs at its worst. Companions that wait in S
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
-from hetstream.hetjob.elastic.loading_model import LoadingModel, LoadingPoints
-from hetstream.hetjob.elastic.policy import capacity_per_s, demand_per_s, needed, rate_of_one, slowest
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.step_terms import StepTerm
 from hetstream.hetjob.elastic.tuning import (
     LEAST_GAIN,
+    LoadingModel,
+    LoadingPoints,
     LocalLoading,
+    SizeProgress,
     SizeSearch,
     growth_paid,
     remote_pays,
     trainer_cpus_needed,
 )
+
+# What the elastic controller has found out, for the next job master of the same job: one that was killed. Pure data.
+#
+# Made and taken by `controller.py`, kept by `hetstream.hetjob.master.controller_state_file`. Without it a controller
+# that finds companions could not measure local loading any more, and would never know that they do not pay.
+
+
+class Stage(Enum):
+    """What the controller is finding out."""
+
+    BASELINE = "measuring local loading"
+    LOCAL = "loading locally"
+    SIZE = "finding the size of a data worker"
+    COUNT = "finding the number of data workers"
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """What was found out. Times are on the host's monotonic clock, which goes on when a process ends.
+
+    Attributes:
+        stage: see the drawing in `controller.py`.
+        local: what local loading was seen to cost; None if it was not measured.
+        size: of a data worker, as far as it was searched; None before that.
+        changed_at: when companions were last submitted, drained or cancelled; None if never.
+        retry_at: what did not pay is not tried again before.
+        ceiling: data workers beyond which more did not pay; None if that was not seen.
+        num_disappointments: how often something did not pay.
+    """
+
+    stage: Stage = Stage.BASELINE
+    local: LocalLoading | None = None
+    size: SizeProgress | None = None
+    changed_at: float | None = None
+    retry_at: float = 0.0
+    ceiling: int | None = None
+    num_disappointments: int = 0
+
+
+# How many data workers a trainer needs: measured rates in, numbers out. Pure; called by `controller.py`.
+#
+# A trainer that never waited would take `steps_per_s / (1 - wait_share)`; a data worker that is never idle makes what
+# its busy time says. The quotient is the number of data workers, before anything is tried.
+
+# Nearly all of the time waited tells nothing of how fast the trainer would be: at most so many times faster.
+_MOST_SPEED_UP = 20.0
+
+
+def demand_per_s(snapshot: Snapshot) -> float:
+    """Steps per second that the training loops would take if they never waited for data."""
+    return snapshot.steps_per_s / max(1.0 - snapshot.wait_share, 1.0 / _MOST_SPEED_UP)
+
+
+def rate_of_one(snapshot: Snapshot, cpus: int) -> float:
+    """Steps per second of one data worker with so many CPUs; 0 while none was measured."""
+    measured = [companion for companion in snapshot.of(CompanionState.WORKING) if companion.rate_per_s > 0]
+    same = [companion.rate_per_s for companion in measured if companion.cpus == cpus]
+    if same:
+        return sum(same) / len(same)
+    if snapshot.fixed and snapshot.fixed_rate_per_s > 0:
+        return snapshot.fixed_rate_per_s / snapshot.fixed
+    total_cpus = sum(companion.cpus for companion in measured)
+    return cpus * sum(companion.rate_per_s for companion in measured) / total_cpus if total_cpus else 0.0
+
+
+def capacity_per_s(snapshot: Snapshot) -> float:
+    """Steps per second that all data workers would make if none were ever idle, however fast the trainer is."""
+    return snapshot.fixed_rate_per_s + sum(companion.rate_per_s for companion in snapshot.of(CompanionState.WORKING))
+
+
+def needed(snapshot: Snapshot, cpus: int, headroom: float) -> int | None:
+    """Data workers that would make `headroom` times what the trainer could take; None while their rate is not known."""
+    rate = rate_of_one(snapshot, cpus)
+    return max(1, math.ceil(demand_per_s(snapshot) * headroom / rate - 1e-9)) if rate > 0 else None
+
+
+def slowest(companions: Sequence[Companion], count: int) -> list[Companion]:
+    """So many of them, those that help least first: the slowest, of equal ones the youngest."""
+    return sorted(companions, key=lambda companion: (companion.rate_per_s, -companion.since, companion.job_id))[:count]
+
 
 # A trainer that waits for more than this share of its time is starving; the aim is to stay below it.
 STARVING_SHARE = 0.05

@@ -14,14 +14,18 @@ Called by `hetjob/master/elastic.py`; shown by `hetstream why` and `hetstream su
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 import msgspec
 
 from hetstream.base.text import printable
+from hetstream.hetjob.elastic.snapshot import CompanionState, Snapshot
+from hetstream.hetjob.measured import MAX_NODES, MAX_POINTS, MOST, Measured, RemainingSource, RemainingWork, SpeedPoint
 from hetstream.mpi_dataworkers.wire.messages import FeatureCut, LoaderStatus
 
 # A loader's times are those of its last five seconds: readings that are nearer to each other count some steps twice.
@@ -257,3 +261,230 @@ def _without(together: StepTerm, timed: Sequence[StepTerm], names: Sequence[str]
 
 def _error_s(readings: Sequence[float]) -> float:
     return _Z95 * stdev(readings) / math.sqrt(len(readings))
+
+
+# How much work a job has left, by the best that says so: (what is known, loaders) -> `RemainingWork`. Pure.
+#
+# In this order, each with its own uncertainty:
+#
+# 1. `directive`: steps in all, as the script says (`--total-steps`), less those that were taken;
+# 2. `loader`: epochs in all, as the script says (`--total-epochs`), by the length of an epoch, which the loader knows;
+# 3. `integration`: what Lightning or the Hugging Face Trainer plans, as its callback tells;
+# 4. `history`: the share of their time limit that similar jobs used, of this job's time limit;
+# 5. `time_limit`: half of what is left of it.
+#
+# The site daemon takes none of these at its word (`slurm_plugin/daemon/settings.py`).
+
+# Of the logarithm of what is left. The number of a user is exact; an epoch may be cut short, and the loader of another
+# phase may come; a framework's number is the most, and early stopping ends before it.
+_DIRECTIVE_SIGMA, _EPOCHS_SIGMA, _INTEGRATION_SIGMA = 0.0, 0.1, 0.2
+# Of a time limit nobody knows how much is used: half of it, give or take a factor of four.
+_LIMIT_SHARE, _LIMIT_SIGMA = 0.5, 1.4
+
+
+@dataclass(frozen=True)
+class UsualLength:
+    """How long similar jobs ran.
+
+    Attributes:
+        limit_share: of their time limit, as the median.
+        sigma: of its logarithm.
+        num_jobs: how many jobs that rests on.
+    """
+
+    limit_share: float
+    sigma: float
+    num_jobs: int
+
+    def __post_init__(self) -> None:
+        if not (0 < self.limit_share <= 1 and 0 <= self.sigma <= 10):
+            raise ValueError(f"{self}: 0 < limit_share <= 1, 0 <= sigma <= 10")
+
+
+def nothing_usual() -> UsualLength | None:
+    """Where nobody remembers similar jobs."""
+    return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is known of the work before it begins.
+
+    Attributes:
+        total_steps: of the training loop, by the directive; None where not given.
+        total_epochs: the same in epochs.
+        end_s: when Slurm ends the job, in seconds since the epoch; None where not known.
+        start_s: when Slurm started it; None where not known.
+        usual_length: says how long similar jobs ran; asked only where nothing better is known.
+    """
+
+    total_steps: int | None = None
+    total_epochs: int | None = None
+    end_s: float | None = None
+    start_s: float | None = None
+    usual_length: Callable[[], UsualLength | None] = nothing_usual
+
+
+def remaining(work: Work, loaders: Sequence[LoaderStatus], ideal: float, time_s: float) -> RemainingWork | None:
+    """How many steps of all ranks together are left, by the best that says so; None where nothing does.
+
+    Args:
+        work: what is known of it.
+        loaders: as the dispatcher knows them; the first of the program is the one that counts.
+        ideal: steps a second of a trainer that never waits.
+        time_s: seconds since the epoch.
+    """
+    first = min((row.ordinal for row in loaders if row.epoch >= 0), default=None)
+    rows = [row for row in loaders if row.ordinal == first and row.epoch >= 0]
+    lengths = [row.num_steps for row in rows]
+    knows_length = bool(rows) and min(lengths) > 0
+    if work.total_steps is not None and rows:
+        done = [row.epoch * row.num_steps + row.step if knows_length else row.totals.steps for row in rows]
+        return _counted(work.total_steps * len(rows), sum(done), _DIRECTIVE_SIGMA, "directive")
+    if work.total_epochs is not None and knows_length:
+        done_steps = sum(row.epoch * row.num_steps + row.step for row in rows)
+        return _counted(work.total_epochs * sum(lengths), done_steps, _EPOCHS_SIGMA, "loader")
+    plans = [row.training for row in rows if row.training is not None]
+    if plans:
+        total, done_steps = sum(plan.total for plan in plans), sum(plan.done for plan in plans)
+        return _counted(total, done_steps, _INTEGRATION_SIGMA, "integration")
+    return _by_time(work, ideal, time_s)
+
+
+def _counted(total: int, done: int, sigma: float, source: RemainingSource) -> RemainingWork:
+    return RemainingWork(min(float(max(0, total - done)), MOST), sigma, source, min(float(max(total, 1)), MOST))
+
+
+def _by_time(work: Work, ideal: float, time_s: float) -> RemainingWork | None:
+    """What the time limit and, where they are known, similar jobs say."""
+    if work.end_s is None:
+        return None
+    left_s = max(0.0, work.end_s - time_s)
+    usual = work.usual_length() if work.start_s is not None and work.start_s < work.end_s else None
+    if usual is None or work.start_s is None:
+        return RemainingWork(min(left_s * _LIMIT_SHARE * ideal, MOST), _LIMIT_SIGMA, "time_limit")
+    usual_s = usual.limit_share * (work.end_s - work.start_s)
+    # A job that is still there after its usual length goes on for as long again as it is late: nothing else is known.
+    expected_s = min(left_s, math.fabs(usual_s - max(0.0, time_s - work.start_s)))
+    return RemainingWork(min(expected_s * ideal, MOST), usual.sigma, "history")
+
+
+# What a job has measured of itself: for the site daemon `Measured`, for its record `WaitsByDataWorkers`. Pure.
+#
+# Called by `hetstream.hetjob.master.elastic` once a second. How much work is left: `step_terms.py`.
+
+# A trainer that only waits says nothing of how fast it could be.
+_MEASURING_MOST_WAIT_SHARE = 0.99
+_SIZE = re.compile(r"--mem(-per-cpu)?=(\d+)([KMGT]?)", re.ASCII)
+_MB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+class Measuring:
+    """Collects speeds by size and number of data workers.
+
+    Args:
+        work: see `Work`.
+        companion_options: of sbatch; they say how much memory a data worker has.
+    """
+
+    def __init__(self, work: Work, companion_options: Sequence[str] = ()) -> None:
+        self._work = work
+        self._options = companion_options
+        self._points: dict[tuple[int, int], float] = {}
+
+    def measured(
+        self,
+        snapshot: Snapshot,
+        cpus: int,
+        local_steps_per_s: float | None,
+        loaders: Sequence[LoaderStatus],
+        time_s: float,
+    ) -> Measured | None:
+        """What is known now; None while no step was taken.
+
+        Args:
+            snapshot: of this moment.
+            cpus: of a data worker.
+            local_steps_per_s: with the job's own loading; None if that was not measured.
+            loaders: as the dispatcher knows them.
+            time_s: seconds since the epoch.
+        """
+        if not snapshot.reading or snapshot.steps_per_s <= 0 or snapshot.wait_share > _MEASURING_MOST_WAIT_SHARE:
+            return None
+        self._look(snapshot, cpus, local_steps_per_s)
+        ideal = snapshot.steps_per_s / (1 - snapshot.wait_share)
+        bytes_per_s = sum(row.bytes_per_s for row in loaders)
+        return Measured(
+            snapshot.steps_per_s,
+            ideal,
+            tuple(SpeedPoint(*size, speed) for size, speed in sorted(self._points.items())),
+            bytes_per_s / snapshot.steps_per_s if bytes_per_s > 0 else None,
+            max((row.world_size for row in loaders), default=0),
+            tuple(sorted({row.host for row in loaders if len(row.host) <= 64}))[:MAX_NODES],
+            worker_memory_mb(self._options, cpus),
+            remaining(self._work, loaders, ideal, time_s),
+        )
+
+    def _look(self, snapshot: Snapshot, cpus: int, local_steps_per_s: float | None) -> None:
+        working = snapshot.of(CompanionState.WORKING)
+        number = snapshot.fixed + len(working)
+        rates = [companion.rate_per_s for companion in working] + (
+            [snapshot.fixed_rate_per_s] if snapshot.fixed else []
+        )
+        # One of another size, or one that has just come, would be taken for a bend of the curve.
+        if number and all(rate > 0 for rate in rates) and all(companion.cpus == cpus for companion in working):
+            self._note((cpus, number), sum(rates))
+        if local_steps_per_s is not None and math.isfinite(local_steps_per_s):
+            self._note((1, 0), local_steps_per_s)
+
+    def _note(self, size: tuple[int, int], speed: float) -> None:
+        self._points.pop(size, None)
+        self._points[size] = speed
+        while len(self._points) > MAX_POINTS:
+            del self._points[next(iter(self._points))]  # the oldest
+
+
+class WaitsByDataWorkers:
+    """For how long how many data workers worked, and how long the trainer waited for data meanwhile.
+
+    A companion that is in the queue, or starts, makes no batch: it does not count.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, tuple[float, float]] = {}
+        self._noted_at: float | None = None
+
+    def note(self, snapshot: Snapshot, now: float) -> None:
+        """Take in a moment; the time since the last one counts if steps were taken in both.
+
+        Args:
+            snapshot: of this moment.
+            now: on any clock that does not go back.
+        """
+        before, self._noted_at = self._noted_at, None
+        if not snapshot.reading or snapshot.steps_per_s <= 0:
+            return
+        self._noted_at = now
+        if before is not None:
+            number = snapshot.fixed + len(snapshot.of(CompanionState.WORKING))
+            seconds, waited_s = self._seconds.get(number, (0.0, 0.0))
+            passed_s = now - before
+            self._seconds[number] = seconds + passed_s, waited_s + passed_s * min(1.0, snapshot.wait_share)
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """For the job's summary, by number."""
+        return [
+            {"data_workers": number, "seconds": round(seconds, 1), "wait_share": round(waited_s / seconds, 4)}
+            for number, (seconds, waited_s) in sorted(self._seconds.items())
+            if seconds > 0
+        ]
+
+
+def worker_memory_mb(options: Sequence[str], cpus: int) -> int | None:
+    """Memory of a data worker by sbatch's options; None where they do not say."""
+    for option in options:
+        if found := _SIZE.fullmatch(option):
+            memory_mb = int(found[2]) * _MB[found[3]] * (cpus if found[1] else 1)
+            return max(1, math.ceil(memory_mb))
+    return None

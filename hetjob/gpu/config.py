@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetstream.base.errors import OptionsError
-from hetstream.base.own_job import other_job
+from hetstream.base.faults import InjectionPoints
+from hetstream.base.process import other_job
 from hetstream.hetjob.errors import GpuJobRefused
-from hetstream.hetjob.gpu.devices.emulated_file import resolved
-from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.gpu.ranks import LocalRank, gpu_of, local_rank
-from hetstream.hetjob.site.address import site_value
+from hetstream.hetjob.gpu.emulated_file import resolved
+from hetstream.hetjob.gpu.orders import JobClass, LocalRank, gpu_of, local_rank
+from hetstream.hetjob.site.client import site_value
 
 # Where the coordinator of a node listens.
 DEFAULT_SOCKET = "/run/hetstream/gpu.sock"
@@ -119,5 +119,27 @@ def coordinator_uid_of(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """Requests of a test to hurt this process, as `faults.py` reads them; empty without."""
+    """Requests of a test to hurt this process, as `config.py` reads them; empty without."""
     return environ.get("HETSTREAM_GPU_FAULT", "")
+
+
+# Points of the agents and of the coordinator at which a test can have one die or stop (`base/faults.py`).
+
+POINTS = {
+    "agent.connected": "the coordinator has accepted a connection and knows nothing of the process",
+    "agent.introduced": "the process has said who it is and has no answer",
+    "agent.answered": "it has its pages and has mapped nothing",
+    "agent.reporting": "its statistics are to be written",
+    "agent.reported": "its statistics are written, and the coordinator has not been woken",
+    "agent.boundary": "a mini-batch has ended and nobody knows",
+    "agent.limited": "it keeps to a limit, and has not said so",
+    "agent.pausing": "it waits for leave to launch",
+    "coordinator.accepted": "a process has connected and nothing of it is read",
+    "coordinator.heard": "a first message has come and nothing is decided",
+    "coordinator.pages_made": "a process is admitted, and its pages are nobody's but the coordinator's",
+    "coordinator.answered": "it has its pages, and no order",
+    "coordinator.decided": "orders are made and not written",
+    "coordinator.ordered": "the next process's order is written, those of the others are not",
+}
+FAULTS = InjectionPoints("HETSTREAM_GPU_FAULT", POINTS, faults_from_environment())
+reach = FAULTS.reach

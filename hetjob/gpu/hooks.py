@@ -20,13 +20,12 @@ from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.agent import Agent, Channel
 from hetstream.hetjob.gpu.antman import FileChannel
 from hetstream.hetjob.gpu.config import SharingSettings
-from hetstream.hetjob.gpu.devices.base import Device
-from hetstream.hetjob.gpu.devices.cuda import CudaGpu, Launches, current_gpu, is_in_use, used_beside
-from hetstream.hetjob.gpu.devices.emulated_file import PREFIX
-from hetstream.hetjob.gpu.devices.emulation import EmulatedGpu, Kernels
+from hetstream.hetjob.gpu.cuda import CudaGpu, Launches, current_gpu, is_in_use, used_beside
+from hetstream.hetjob.gpu.device import Device
+from hetstream.hetjob.gpu.emulated_file import PREFIX
+from hetstream.hetjob.gpu.emulation import EmulatedGpu, Kernels
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
-from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.hetjob.gpu.orders import VERSION, JobClass
 
 
 def share_gpu(settings: SharingSettings, launcher: int) -> Agent | None:

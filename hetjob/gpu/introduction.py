@@ -23,9 +23,8 @@ from hetstream.base.text import printable, shortened
 from hetstream.base.typed_json import decode, encode
 from hetstream.base.unix_sockets import stranger_at
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
-from hetstream.hetjob.gpu.faults import reach
-from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics, Work
-from hetstream.hetjob.gpu.pages import VERSION, Page
+from hetstream.hetjob.gpu.config import reach
+from hetstream.hetjob.gpu.orders import VERSION, JobClass, Order, Page, Statistics, Work
 
 MOST_BYTES = 4096
 NEWS = b"!"

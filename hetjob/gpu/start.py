@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetstream.base.imports import when_imported
+from hetstream.base.process import when_imported
 
 if TYPE_CHECKING:
-    from hetstream.hetjob.gpu.ranks import LocalRank
+    from hetstream.hetjob.gpu.orders import LocalRank
 
 # Who has started this process; it may have gone by the time torch is imported.
 _PARENT = os.getppid()
@@ -35,7 +35,7 @@ def _share() -> None:
     """Start the agent. Processes that the program has made with multiprocessing have nothing of an emulated GPU."""
     from hetstream.base.errors import HetstreamError
     from hetstream.hetjob.gpu.config import settings_from_environment
-    from hetstream.hetjob.gpu.devices.emulated_file import PREFIX
+    from hetstream.hetjob.gpu.emulated_file import PREFIX
 
     try:
         settings = settings_from_environment()

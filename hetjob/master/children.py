@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.job.processes import next_signal
 from hetstream.hetjob.master.state import (
     DISPATCHER,
     Begin,
@@ -33,7 +34,6 @@ from hetstream.hetjob.master.state import (
     data_worker,
 )
 from hetstream.hetjob.ports import Child
-from hetstream.hetjob.processes import next_signal
 
 log = logging.getLogger(__name__)
 

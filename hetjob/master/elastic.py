@@ -10,34 +10,125 @@ log, in the service's events, in `hetstream top` and in the summary. No decision
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.elastic.controller import Controller
-from hetstream.hetjob.elastic.controller_state import Stage
-from hetstream.hetjob.elastic.measuring import Measuring, WaitsByDataWorkers
-from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
-from hetstream.hetjob.elastic.step_terms import StepTerms
-from hetstream.hetjob.master.companion_memory import CompanionMemory
-from hetstream.hetjob.master.companion_moves import CompanionMoves, Placed, hosts_of
-from hetstream.hetjob.master.companions import CompanionJobs
-from hetstream.hetjob.master.controller_state_file import ControllerStateFile
-from hetstream.hetjob.master.job_cgroup import read_job_memory
-from hetstream.hetjob.master.looks import Looks
-from hetstream.hetjob.master.memory_watch import MemoryWatch
-from hetstream.hetjob.master.rates import TrainerCpus, WorkerRates
-from hetstream.hetjob.master.trainer_memory import TrainerMemory
-from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit
-from hetstream.hetjob.site.measured import Measured
-from hetstream.mpi_dataworkers.stage_load import StageLoad, load_of
-from hetstream.mpi_dataworkers.wire.messages import Status, SteerDataWorkers
+from hetstream.hetjob.elastic.controller import Controller, Stage
+from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
+from hetstream.hetjob.elastic.step_terms import Measuring, StepTerms, WaitsByDataWorkers
+from hetstream.hetjob.job.job import JobEnvironment
+from hetstream.hetjob.master.companions import CompanionJobs, CompanionMoves, Placed, hosts_of
+from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
+from hetstream.hetjob.master.memory import CompanionMemory, MemoryWatch, TrainerMemory, read_job_memory
+from hetstream.hetjob.measured import Measured
+from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit, SlurmClient
+from hetstream.mpi_dataworkers.dispatcher.client import StageLoad, load_of
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
+
+# How fast data workers are and how many CPUs trainers use, from one look to the next. Called by `elastic.py`.
+
+# A process that was idle for nearly all of the last seconds says little of how fast it is: what it was before counts.
+_LEAST_BUSY_SHARE = 0.02
+
+
+class WorkerRates:
+    """Steps per second that data workers would make if never idle: as they were seen when they last worked."""
+
+    def __init__(self) -> None:
+        self._of_processes: dict[tuple[str, int], float] = {}
+
+    def by_job(self, workers: Iterable[DataWorkerStatus]) -> dict[str, float]:
+        """For each Slurm job with data worker processes what they make together; 0 while nothing was seen of them."""
+        known, self._of_processes = self._of_processes, {}
+        rates: dict[str, float] = {}
+        for worker in workers:
+            process = (worker.host, worker.pid)
+            is_busy = worker.busy_share > _LEAST_BUSY_SHARE
+            rate = worker.steps_per_s / worker.busy_share if is_busy else known.get(process, 0.0)
+            self._of_processes[process] = rate
+            rates[worker.slurm_job] = rates.get(worker.slurm_job, 0.0) + rate
+        return rates
+
+
+class TrainerCpus:
+    """How many CPUs a trainer's process uses, as the kernel counts: of those on this host, the busiest."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, float]] = {}
+        self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+
+    def used(self, loaders: Iterable[LoaderStatus], now: float) -> float | None:
+        """CPUs in use since the last call; None on the first, or if no trainer is on this host."""
+        here = {row.pid for row in loaders if row.host == socket.gethostname()}
+        seconds = {pid: (now, used_s) for pid in here if (used_s := self._seconds(pid)) is not None}
+        before, self._before = self._before, seconds
+        shares = [
+            (used_s - before[pid][1]) / (at - before[pid][0])
+            for pid, (at, used_s) in seconds.items()
+            if pid in before and at > before[pid][0]
+        ]
+        return max(shares, default=None)
+
+    def _seconds(self, pid: int) -> float | None:
+        """User and system time of a process, threads included (proc(5), fields 14 and 15 of stat)."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[11]) + int(fields[12])) * self._tick_s
+
+
+# When to ask Slurm about companions: as seldom as it tells anything new. Pure; the clock is an argument.
+#
+# The dispatcher says which companions work, and that at once; only what is on its way, in or out, is asked of Slurm. A
+# thousand jobs that all do so must cost slurmctld next to nothing, most of all when it is slow.
+
+# Something has just changed: what comes next, comes soon. What has not for long may wait in the queue for days.
+_SOONEST_S, _LATEST_S = 2.0, 600.0
+# The next look is due when this share of the time since the last change has passed again.
+_SHARE = 0.5
+
+
+class Looks:
+    """Remembers when Slurm was asked, also in vain, and what had changed by then."""
+
+    def __init__(self) -> None:
+        self._state: Hashable = None
+        self._changed_s = float("-inf")
+        self._asked_s = float("-inf")
+
+    @property
+    def changed_s(self) -> float:
+        """When something had last changed, or a little later."""
+        return self._changed_s
+
+    def is_due(self, state: Hashable, is_settled: bool, now: float) -> bool:
+        """Whether to ask now; the caller then does.
+
+        Args:
+            state: what is known of the companions; compared with that of the last call.
+            is_settled: all of them work, or there are none.
+            now: seconds, never going back.
+        """
+        if state != self._state:
+            self._state, self._changed_s = state, now
+        never = self._asked_s == float("-inf")
+        interval_s = min(_LATEST_S, max(_SOONEST_S, _SHARE * (now - self._changed_s)))
+        if not never and (is_settled or now - self._asked_s < interval_s):
+            return False
+        self._asked_s = now
+        return True
+
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +142,7 @@ _RUNNING = (CompanionState.STARTING, CompanionState.WORKING)
 
 
 class Steering(Protocol):
-    """A connection to the dispatcher; `hetstream.mpi_dataworkers.status_client.StatusClient` is one."""
+    """A connection to the dispatcher; `hetstream.mpi_dataworkers.dispatcher.client.StatusClient` is one."""
 
     def steer(self, order: SteerDataWorkers) -> Status:
         """Tell what this side does, and hear what goes on."""
@@ -502,3 +593,84 @@ class Elastic:
             f"{', '.join([f'{working} data workers', *states])}, allowed {limits.minimum}-{limits.maximum}{site}; "
             f"{self._controller.stage.value}: {decision.reason}"
         )
+
+
+# The elastic controllers of one job: one for the data workers of each stage. Called by `server.py`.
+#
+# The stage without GPUs has a controller if its number of data workers may change, the stage on GPUs always: its data
+# workers are companions, and come when a loader with a `gpu_stage` waits for them.
+
+
+@dataclass(frozen=True)
+class GpuStage:
+    """Data workers with a GPU: one process, one GPU and one companion job each.
+
+    Attributes:
+        minimum, maximum: of them.
+        cpus: of each.
+        options: sbatch options of each.
+    """
+
+    minimum: int
+    maximum: int
+    cpus: int
+    options: tuple[str, ...]
+
+
+def elastic_of_gpu_stage(
+    stage: GpuStage,
+    cooldown_s: float,
+    client: SlurmClient,
+    job: JobEnvironment,
+    worker_words: Callable[[int], Sequence[str]],
+    connect: Callable[[], Steering],
+    end_s: float | None,
+) -> Elastic:
+    """The controller of a job's stage on GPUs.
+
+    Args:
+        stage: what the script asks for.
+        cooldown_s: from one change to the next at the least.
+        client: Slurm.
+        job: this job.
+        worker_words: the command of a data worker with so many CPUs.
+        connect: to the dispatcher.
+        end_s: when the job ends at the latest, in seconds since the epoch; None where that is not known.
+    """
+    state_file = ControllerStateFile(job.gpu_controller_state_file)
+    time = CompanionTime(None, state_file.tally, end_s)
+    companions = CompanionJobs(client, job, stage.options, worker_words, time, device="gpu")
+    limits = Limits(stage.minimum, stage.maximum, stage.cpus, stage.cpus, cooldown_s)
+    return Elastic(Controller(limits, state_file.memory), companions, 0, connect, state_file)
+
+
+@dataclass(frozen=True)
+class ElasticStages:
+    """The controllers that a job has.
+
+    Attributes:
+        cpu: of the stage without GPUs, which each job has; None if its number of data workers is fixed.
+        gpu: of the stage on GPUs; None without one.
+    """
+
+    cpu: Elastic | None = None
+    gpu: Elastic | None = None
+
+    @property
+    def all(self) -> list[Elastic]:
+        """Those that there are."""
+        return [elastic for elastic in (self.cpu, self.gpu) if elastic is not None]
+
+    def summary(self, trainer_cpus: int | None) -> dict[str, Any]:
+        """What they did and found out, for the job's summary.
+
+        Args:
+            trainer_cpus: that each trainer task has; None where that is not known.
+        """
+        found = {"elastic": self.cpu, "elastic_gpu": self.gpu}
+        # What the trainer itself needs is known to the stage that it takes its batches from.
+        return {
+            name: {**elastic.summary(), "trainer_cpus": trainer_cpus}
+            for name, elastic in found.items()
+            if elastic is not None
+        }

@@ -1,7 +1,7 @@
 """The job master's I/O: start it from the batch script, serve until the job ends, leave nothing behind.
 
 Called by `hetstream master start` (in the batch script) and `hetstream master serve` (in a job step of its own, where
-`keeper.py` starts it).
+`server.py` starts it).
 Slurm kills what a batch script leaves running without a warning, but gives steps SIGTERM and `KillWait` seconds: in a
 step the master has the time to end the data workers, keep the summary and remove the keys.
 `state.py` decides, `children.py` carries it out.
@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -25,36 +27,106 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.errors import ConfigError
-from hetstream.base.files import Directory
-from hetstream.base.private import make_private
-from hetstream.base.signals import STOP_OF_PARENT, is_of_step
+from hetstream.base.files import Directory, make_private
+from hetstream.base.process import STOP_OF_PARENT, is_of_step
+from hetstream.hetjob.convert.sbatch_options import parse_words, words_of
+from hetstream.hetjob.elastic.companions import NICE, Holes
 from hetstream.hetjob.elastic.controller import Controller
-from hetstream.hetjob.elastic.holes import Holes
-from hetstream.hetjob.elastic.measuring import Measuring
-from hetstream.hetjob.elastic.remaining_work import UsualLength, Work, nothing_usual
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
-from hetstream.hetjob.ended_job import ended_of
+from hetstream.hetjob.elastic.step_terms import Measuring, UsualLength, Work, nothing_usual
 from hetstream.hetjob.errors import MasterError, SlurmCommandError
-from hetstream.hetjob.job_environment import JobEnvironment, export_variables
-from hetstream.hetjob.job_steps import await_ready, why_no_directory
-from hetstream.hetjob.master import journal_place
+from hetstream.hetjob.job.ended_job import ended_of, read_summary, summary_line, write_summary
+from hetstream.hetjob.job.job import JobEnvironment, await_ready, export_variables, why_no_directory
+from hetstream.hetjob.job.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.master.children import Service
-from hetstream.hetjob.master.companion_time import CompanionTime
 from hetstream.hetjob.master.companions import CompanionJobs
-from hetstream.hetjob.master.controller_state_file import ControllerStateFile
-from hetstream.hetjob.master.elastic import Elastic
-from hetstream.hetjob.master.hole_options import HOLES_VARIABLE, hole_options
-from hetstream.hetjob.master.migration import LOG_FILE, Migration
-from hetstream.hetjob.master.stages import ElasticStages, GpuStage, elastic_of_gpu_stage
-from hetstream.hetjob.master.state import MasterState, Phase
+from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
+from hetstream.hetjob.master.elastic import Elastic, ElasticStages, GpuStage, elastic_of_gpu_stage
+from hetstream.hetjob.master.memory import LOG_FILE, Migration
+from hetstream.hetjob.master.state import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_AFTER_S, MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
-from hetstream.hetjob.processes import signals_held, start_child
-from hetstream.hetjob.site.address import SITE_FILE
-from hetstream.hetjob.summary import read_summary, summary_line, write_summary
-from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
+from hetstream.hetjob.site.client import SITE_FILE, assignments
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
+from hetstream.mpi_dataworkers.dispatcher.events import EVENTS_FILE
+from hetstream.mpi_dataworkers.dispatcher.server import remove_leftovers
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.interpreter import remove_announcement
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.process.interpreter import remove_announcement
+
+# The dispatcher's journal on a disk of the job's first node: a link in the job's directory leads to it.
+#
+# The job master and its dispatcher run on that node until the job ends, so a dispatcher that is started again finds it.
+
+
+def lead_to(disk: Path, job: JobEnvironment) -> None:
+    """Make a directory there with a name that nobody can have prepared, and the link to it.
+
+    Raises:
+        MasterError: it cannot be made there.
+        OSError: the link cannot be made.
+    """
+    place = disk / f"hetstream-journal-{job.job_id}-{secrets.token_hex(8)}"
+    try:
+        make_private(place)
+    except OSError as error:
+        raise MasterError(
+            f"the journal's directory {place} cannot be made on {job.node}: {error.strerror or error}. Name another "
+            "place with --journal-dir, or none"
+        ) from error
+    job.work_dir.symlink_to(place)
+
+
+def remove_left(work_dir: Path) -> None:
+    """Remove what a dispatcher that was killed has left; of one on another node's disk only the link to it.
+
+    Raises:
+        ServiceError: the dispatcher lives.
+    """
+    remove_leftovers(work_dir.resolve())
+    if work_dir.is_symlink():
+        work_dir.unlink()
+
+
+def remove(work_dir: Path) -> None:
+    """Remove the journal, and the link to it if there is one. What cannot be removed stays."""
+    shutil.rmtree(work_dir.resolve(), ignore_errors=True)
+    if work_dir.is_symlink():
+        work_dir.unlink()
+
+
+# What a site says of companions in backfill holes: a line in its file, which no user can change.
+#
+# HETSTREAM_HOLES=no                                 none; companions are as without `--data-worker-time-min`
+# HETSTREAM_HOLES=--partition=scavenge --qos=holes   sbatch options that put them last there, in the place of --nice
+
+HOLES_VARIABLE = "HETSTREAM_HOLES"
+_ALLOWED = ("account", "constraint", "nice", "partition", "qos", "reservation")
+
+
+def hole_options(site_file: Path = SITE_FILE) -> tuple[str, ...] | None:
+    """The sbatch options that put companions behind everybody else; None where the site wants none in holes.
+
+    Raises:
+        ConfigError: the line has another form.
+    """
+    try:
+        text = assignments(site_file.read_text(errors="replace")).get(HOLES_VARIABLE, "")
+    except OSError:
+        text = ""
+    if not text:
+        return (f"--nice={NICE}",)
+    if text == "no":
+        return None
+    try:
+        options, others = parse_words(shlex.split(text), str(site_file))
+    except ValueError as error:
+        raise ConfigError(f"{site_file}: {HOLES_VARIABLE}={text!r}: {error}") from error
+    other = [*(f"--{option.name}" for option in options if option.name not in _ALLOWED), *others]
+    if other:
+        raise ConfigError(
+            f"{site_file}: {HOLES_VARIABLE}={text!r}: must be no, or of --{', --'.join(_ALLOWED)}, not {other[0]}"
+        )
+    return tuple(words_of(options))
+
 
 log = logging.getLogger(__name__)
 
@@ -170,9 +242,9 @@ def start(
     try:
         make_private(job.directory, own_parents=1)
         # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
-        journal_place.remove_left(job.work_dir)
+        remove_left(job.work_dir)
         if config.journal_dir is not None:
-            journal_place.lead_to(config.journal_dir, job)
+            lead_to(config.journal_dir, job)
         remove_announcement(job.directory)
         for left in (job.address_file, job.controller_state_file, job.gpu_controller_state_file):
             left.unlink(missing_ok=True)
@@ -338,7 +410,7 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
     job.gpu_controller_state_file.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     remove_announcement(job.directory)
-    journal_place.remove(work_dir)
+    remove(work_dir)
 
 
 def _reachable_address(client: SlurmClient, job: JobEnvironment) -> str:
@@ -437,3 +509,54 @@ class SlurmLauncher:
         given = self._config.data_worker_program
         start = [*given, "worker"] if given else [*self._config.program, "worker", "--follow-program"]
         return [*start, "--service", f"file:{self._job.address_file}"]
+
+
+# Starts the job master, and starts it again when something kills it. The first process of its step; does nothing else.
+#
+# A job master that is started again finds the dispatcher's journal and its companions, so the training sees a pause.
+# When the keeper itself is killed, the job master ends in order, and the whole service with it.
+
+# With an exit code so soon after its start it has said what is wrong: the same would happen again.
+_EARLY_S = 10.0
+
+
+def keep(command: Sequence[str], is_running: Callable[[], bool] = lambda: False) -> int:
+    """Run a command until it ends by itself or a signal asks for the end, which it gets too.
+
+    Args:
+        command: of the job master.
+        is_running: whether the job runs, and Slurm is not ending it; asked when Slurm sends a signal. Then that was a
+            warning to the job's programs (`sbatch --signal`, the grace of a preemption).
+
+    Returns:
+        Its exit code; 0 if it was asked to end.
+    """
+    failures = 0
+
+    def is_told_to_stop(timeout_s: float) -> bool:
+        received = next_signal(_STOP_SIGNALS, timeout_s)
+        if received is None:
+            return False
+        if is_of_step(received) and is_running():
+            log.info("signal %d came to all steps while the job runs: the job master goes on", received.si_signo)
+            return False
+        return True
+
+    with signals_held(_STOP_SIGNALS, and_all_others=True):
+        while True:
+            began = time.monotonic()
+            child = start_child(command, is_told_twice=True)
+            stopping = False
+            while (returncode := child.poll()) is None:
+                if is_told_to_stop(STEADY_AFTER_S):
+                    stopping = True
+                    child.terminate()
+            lived_s = time.monotonic() - began
+            if stopping or returncode == 0 or (returncode > 0 and lived_s < _EARLY_S):
+                return 0 if stopping else returncode
+            failures = 0 if lived_s >= STEADY_AFTER_S else failures
+            delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**failures)
+            failures += 1
+            log.error("the job master ended with %d: starting it again in %g s", returncode, delay_s)
+            if is_told_to_stop(delay_s):
+                return 0

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hetstream.base.users import group_name, user_name
+from hetstream.base.text import group_name, user_name
 
 # With O_DIRECTORY an automounter mounts what is entered; O_PATH needs no right to read.
 _ENTER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW

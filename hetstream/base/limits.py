@@ -9,9 +9,10 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 _STATM = Path("/proc/self/statm")
 _MEMINFO = Path("/proc/meminfo")
@@ -167,3 +168,82 @@ def _left_in(group: Path, files: _Files) -> int:
 
 def _fields(path: Path, separator: str | None) -> dict[str, str]:
     return dict(line.split(separator, 1) for line in path.read_text().splitlines())
+
+
+# Who may stay where only so many can: connections of strangers, for one. Pure.
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Places(Generic[T]):
+    """So many places. Whoever takes more than others gives way first, so a crowd of one user shuts out itself alone.
+
+    Args:
+        most: places in all.
+        most_each: of one owner; None: all.
+    """
+
+    def __init__(self, most: int, most_each: int | None = None) -> None:
+        self._most = most
+        self._most_each = most if most_each is None else most_each
+        self._owners: dict[T, Hashable] = {}
+        self._taken: dict[Hashable, dict[T, None]] = {}  # of each owner, in the order of their coming
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._owners)
+
+    def enter(self, key: T, owner: Hashable) -> None:
+        """It takes a place, whether there is one or not."""
+        self._owners[key] = owner
+        self._taken.setdefault(owner, {})[key] = None
+
+    def leave(self, key: T) -> None:
+        """It is gone. A second time does nothing."""
+        if key not in self._owners:
+            return
+        owner = self._owners.pop(key)
+        del self._taken[owner][key]
+        if not self._taken[owner]:
+            del self._taken[owner]
+
+    def one_too_many(self) -> T | None:
+        """Who is to leave next, the oldest of the owner with the most; None while there is room for all."""
+        most = max(self._taken.values(), key=len, default=None)
+        if most is None or (len(self._owners) <= self._most and len(most) <= self._most_each):
+            return None
+        return next(iter(most))
+
+
+# How long somebody has to wait who asks more often than he may. Pure; the clock is an argument.
+
+
+class Turns:
+    """So many turns a second for each owner, and some at once: a bucket of tokens each (a generic cell rate algorithm).
+
+    Whoever asks too often waits, and only he. An owner who asks seldom costs no memory.
+
+    Args:
+        per_s: of one owner.
+        at_once: of one owner who has not asked for long.
+        longest_s: nobody's wait is longer, however many of his turns nobody took in the end.
+    """
+
+    def __init__(self, per_s: float, at_once: int, longest_s: float) -> None:
+        self._interval_s = 1 / per_s
+        self._ahead_s = at_once / per_s
+        self._longest_s = longest_s
+        self._next: dict[Hashable, float] = {}  # owner -> when his bucket is full again
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+    def wait_s(self, owner: Hashable, now_s: float) -> float:
+        """Take a turn, and say in how many seconds it comes; 0: now."""
+        if owner not in self._next:
+            self._next = {key: full_s for key, full_s in self._next.items() if full_s > now_s}
+        full_s = max(now_s, self._next.get(owner, now_s)) + self._interval_s
+        self._next[owner] = min(full_s, now_s + self._ahead_s + self._longest_s)
+        return max(0.0, self._next[owner] - now_s - self._ahead_s)

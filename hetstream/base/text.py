@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import logging
+import pwd
+from datetime import timedelta
 
 
 def printable(text: str) -> str:
@@ -37,3 +40,51 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """As `logging.Formatter` does; stacks keep their lines."""
         return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+# What a user or a group is called. Reads this host's lists, asks nobody else.
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number where this host has no name for it."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def group_name(gid: int) -> str:
+    """The name of a group, or the number where this host has no name for it."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+_LONGEST_S = 1e12  # more than timedelta takes has no meaning
+
+
+def size_words(num_bytes: float) -> str:
+    """A number of bytes in the unit that fits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def duration_words(seconds: float) -> str:
+    """Days, hours, minutes and seconds; what is longer than 30,000 years is not told apart."""
+    return str(timedelta(seconds=int(min(seconds, _LONGEST_S))))
+
+
+def percent(share: float) -> str:
+    """`31 %`."""
+    return f"{100 * share:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """`2-03:04:05` as Slurm writes it."""
+    days, left = divmod(int(seconds), 86400)
+    clock = f"{left // 3600:02}:{left // 60 % 60:02}:{left % 60:02}"
+    return f"{days}-{clock}" if days else clock

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from hetstream.base.places import Places
+from hetstream.base.limits import Places
 
 _log = logging.getLogger(__name__)
 

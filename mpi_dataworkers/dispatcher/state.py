@@ -5,8 +5,8 @@ The dispatcher hands out the steps that are inside the loader's window and not y
 token; a lease whose worker is lost, silent or unable to deliver is revoked and its missing steps are leased again.
 A batch is a pure function of its session and step, so making one twice is waste, never damage.
 
-Here messages come in and time passes. `tables.py` has what is known; `loaders.py` and `data_workers.py` take in the
-messages, `leasing.py` decides who gets which steps, and `rooms.py` which processes there should be.
+Here messages come in and time passes. `tables.py` has what is known; `peers.py` and `peers.py` take in the
+messages, `leasing.py` decides who gets which steps, and `placement.py` which processes there should be.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hetstream.mpi_dataworkers.dispatcher import events
-from hetstream.mpi_dataworkers.dispatcher.data_workers import WorkerMessages
-from hetstream.mpi_dataworkers.dispatcher.instructions import ForgetWorker, Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.leasing import Leasing
-from hetstream.mpi_dataworkers.dispatcher.limits import (
+from hetstream.mpi_dataworkers.dispatcher.peers import Handler, LoaderMessages, Notices, WorkerMessages, refuse
+from hetstream.mpi_dataworkers.dispatcher.placement import Reachability, Rooms
+from hetstream.mpi_dataworkers.dispatcher.status import note_rates, status_of
+from hetstream.mpi_dataworkers.dispatcher.tables import (
     ARRIVAL_TIMEOUT_S,
     LOADER_PAUSE_S,
     LOADER_TIMEOUT_S,
     RECOVERY_GRACE_S,
     WORKER_TIMEOUT_S,
+    ForgetWorker,
+    Instruction,
+    Lease,
+    LeaseStatus,
+    Send,
+    Tables,
+    WorkerRecord,
 )
-from hetstream.mpi_dataworkers.dispatcher.loaders import Handler, LoaderMessages, refuse
-from hetstream.mpi_dataworkers.dispatcher.notices import Notices
-from hetstream.mpi_dataworkers.dispatcher.reachability import Reachability
-from hetstream.mpi_dataworkers.dispatcher.records import Lease, LeaseStatus, WorkerRecord
-from hetstream.mpi_dataworkers.dispatcher.rooms import Rooms
-from hetstream.mpi_dataworkers.dispatcher.status import note_rates, status_of
-from hetstream.mpi_dataworkers.dispatcher.tables import Tables
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.wire.messages import (
+    HEARTBEAT_S,
     DrainWorker,
     Message,
     RegisterLoader,
@@ -42,7 +44,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SteerDataWorkers,
     UnknownPeer,
 )
-from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 
 
 class DispatcherState:

@@ -10,10 +10,9 @@ from statistics import fmean
 
 import msgspec
 
-from hetstream.mpi_dataworkers.dispatcher.matching import key_of
-from hetstream.mpi_dataworkers.dispatcher.records import LoaderRecord, Session, WorkerRecord
-from hetstream.mpi_dataworkers.dispatcher.tables import Tables
-from hetstream.mpi_dataworkers.rates import step_time_s
+from hetstream.mpi_dataworkers.dispatcher.sharing import key_of
+from hetstream.mpi_dataworkers.dispatcher.tables import LoaderRecord, Session, Tables, WorkerRecord
+from hetstream.mpi_dataworkers.order.rates import step_time_s
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerState,
     DataWorkerStatus,

@@ -7,9 +7,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Step
-from hetstream.mpi_dataworkers.features.kernel import ByValue
-from hetstream.mpi_dataworkers.features.kernels import KERNELS
-from hetstream.mpi_dataworkers.features.types import FeatureType
+from hetstream.mpi_dataworkers.features.kernels import KERNELS, ByValue
+from hetstream.mpi_dataworkers.features.operators import FeatureType
 
 
 @dataclass(frozen=True)

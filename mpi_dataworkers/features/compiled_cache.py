@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 
 from hetstream.base.access import unsafe_below
-from hetstream.base.files import Directory
-from hetstream.base.private import temporary_place
+from hetstream.base.files import Directory, temporary_place
 
 _INDUCTOR, _TRITON, _TRITON_HOME = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features.types import RANGES
+from hetstream.mpi_dataworkers.features.operators import RANGES
 
 Row = Sequence[Any]
 _64_BITS = 2**64 - 1

@@ -1,6 +1,6 @@
 """Run a feature graph on whole batches: what a loader is given as its `batch_stage`, or a program calls itself.
 
-Chains of like operators are run together for all features that have them (`Group`), tile by tile (see `tiles.py`). It
+Chains of like operators are run together for all features that have them (`Group`), tile by tile (see `kernels.py`). It
 never writes into the batch that it is given.
 """
 
@@ -20,19 +20,27 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native as native_code
-from hetstream.mpi_dataworkers.features import native_choice as native_rules
-from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
+from hetstream.mpi_dataworkers.features import native as native_rules
+from hetstream.mpi_dataworkers.features.batches import Columns, Jagged, JaggedBatch, Reader, Values
 from hetstream.mpi_dataworkers.features.chains import Chain, groups_of
 from hetstream.mpi_dataworkers.features.compiled_cache import prepare_inductor
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
-from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue, Kernel
-from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run
-from hetstream.mpi_dataworkers.features.native_choice import NativeChoice, is_exact, native_choice
-from hetstream.mpi_dataworkers.features.native_groups import NativeGroup
-from hetstream.mpi_dataworkers.features.native_groups import are_lists as native_lists
+from hetstream.mpi_dataworkers.features.kernels import (
+    KERNELS,
+    SLAB_VALUES,
+    TILE_VALUES,
+    TORCH_DTYPES,
+    ByValue,
+    Kernel,
+    Run,
+    Tile,
+    apart,
+    as_matrix,
+    spans,
+)
+from hetstream.mpi_dataworkers.features.native import NativeChoice, NativeGroup, is_exact, native_choice
+from hetstream.mpi_dataworkers.features.native import are_lists as native_lists
 from hetstream.mpi_dataworkers.features.operators import MapId, Ngram
-from hetstream.mpi_dataworkers.features.reading import Columns, Reader, Values
-from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, TILE_VALUES, Tile, apart, as_matrix, spans
 
 _log = logging.getLogger(__name__)
 

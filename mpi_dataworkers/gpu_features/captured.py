@@ -6,7 +6,7 @@
 
 A replay is one launch, and kernels begin beside the layers without a word of Python. A graph has fixed memory, so
 there are three slots, for the batch that is trained, the one that is computed and the one that is copied; and three
-graphs for each size of batches, of which each trains one slot and computes the next. `buckets.py` says which sizes.
+graphs for each size of batches, of which each trains one slot and computes the next. `arena.py` says which sizes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from typing import Any
 import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.gpu_features.arena import Packed
-from hetstream.mpi_dataworkers.gpu_features.buckets import MOST_SIZES, Act, decide_step
-from hetstream.mpi_dataworkers.gpu_features.corun import Captured, CoRun, own_memory
-from hetstream.mpi_dataworkers.gpu_features.interleaving import AHEAD
+from hetstream.mpi_dataworkers.gpu_features.arena import MOST_SIZES, Act, Packed, decide_step
+from hetstream.mpi_dataworkers.gpu_features.corun import AHEAD, Captured, CoRun, own_memory
 from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan
 from hetstream.mpi_dataworkers.gpu_features.streams import Stream, Streams
 

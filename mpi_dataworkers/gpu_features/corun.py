@@ -6,46 +6,333 @@
             loss = model(features)
             ...
 
-What is done when is decided in `interleaving.py`; here it is carried out on the streams of `streams.py`. A batch for
+What is done when is decided in `corun.py`; here it is carried out on the streams of `streams.py`. A batch for
 which the GPU has no memory is computed in host memory, and from then on data workers compute all, until there is memory
-again (`fallback.py`): none is lost.
+again (`corun.py`): none is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import FeatureError
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.cut_transform import HandedOver
+from hetstream.mpi_dataworkers.features.batches import Reader
+from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, HandedOver
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, check_packed, fingerprint_of, raw_of, unpack
-from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed, check_raw
-from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_is, check_tile
-from hetstream.mpi_dataworkers.gpu_features.fallback import Fallback
-from hetstream.mpi_dataworkers.gpu_features.fused import Launch, memory_bytes, moved, triton_launch, try_launch
-from hetstream.mpi_dataworkers.gpu_features.interleaving import (
-    HandOver,
-    Interleaving,
-    Prepare,
-    Run,
-    Stop,
-    after,
-    batch_wanted,
-    layer_begins,
-    next_action,
+from hetstream.mpi_dataworkers.gpu_features.arena import (
+    Packed,
+    Packer,
+    check_packed,
+    fingerprint_of,
+    program_of,
+    raw_of,
+    unpack,
+)
+from hetstream.mpi_dataworkers.gpu_features.capacity import LayerHooks
+from hetstream.mpi_dataworkers.gpu_features.fused import (
+    Computed,
+    ComputedByDataWorkers,
+    Launch,
+    PackedByDataWorkers,
+    check_raw,
+    memory_bytes,
+    moved,
+    triton_launch,
+    try_launch,
 )
 from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan, check_plan, without_layers
-from hetstream.mpi_dataworkers.gpu_features.layer_hooks import LayerHooks
-from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
+from hetstream.mpi_dataworkers.gpu_features.schedule import check_callable, check_is, check_tile
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream, Streams
+
+# When a GPU that had no memory for a batch is tried again: (what happened, now) -> Try with its reason. Pure.
+#
+#     shortage = fell_short(shortage, now)  # the GPU had no memory: data workers compute the graph
+#     if next_try(shortage, now).is_due:
+#         shortage = came_back(shortage, now) if there_is_memory else fell_short(shortage, now)
+#
+# Both ways back and forth have batches made again, so tries become rarer and end. `corun.py` and
+# `loader/features.py` carry it out.
+
+# After a shortage it is tried again after this long, then twice as long, and so on.
+RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
+# So many shortages and tries in vain in a row, in somewhat more than an hour, and the GPU is not tried again.
+MOST_IN_A_ROW = 12
+# A shortage after this long on the GPU is the first one again.
+STEADY_S = 600.0
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What is known of the GPU's memory.
+
+    Attributes:
+        is_short: whether data workers compute the graph now.
+        num_in_a_row: shortages and tries in vain.
+        changed_at: when it was last found short, or came back.
+    """
+
+    is_short: bool = False
+    num_in_a_row: int = 0
+    changed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Try:
+    """Whether to look for memory now.
+
+    Attributes:
+        reason: one line for the user.
+    """
+
+    is_due: bool
+    reason: str
+
+
+def fell_short(shortage: Shortage, now: float) -> Shortage:
+    """There was no memory for a batch, or none when it was tried again."""
+    is_new = not shortage.is_short and now - shortage.changed_at >= STEADY_S
+    return Shortage(True, 1 if is_new else shortage.num_in_a_row + 1, now)
+
+
+def came_back(shortage: Shortage, now: float) -> Shortage:
+    """There is memory: the GPU computes the graph again."""
+    return replace(shortage, is_short=False, changed_at=now)
+
+
+def next_try(shortage: Shortage, now: float) -> Try:
+    """Whether the GPU is looked at now."""
+    if not shortage.is_short:
+        return Try(False, "the GPU has memory")
+    if shortage.num_in_a_row > MOST_IN_A_ROW:
+        return Try(False, f"the GPU had no memory {shortage.num_in_a_row} times in a row, and is not tried again")
+    wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** (shortage.num_in_a_row - 1))
+    left_s = shortage.changed_at + wait_s - now
+    if left_s > 0:
+        return Try(False, f"the GPU is tried again in {left_s:.0f} s")
+    return Try(True, f"the GPU is tried again {wait_s:.0f} s after it had no memory")
+
+
+# Who computes a feature graph where the trainer's GPU cannot: data workers, until it can again. Used by `corun.py`.
+#
+# `corun.py` decides when the GPU is tried again; here the loader is told, and the user.
+
+_log = logging.getLogger(__name__)
+
+
+class Fallback:
+    """Of one graph.
+
+    Args:
+        graph: the whole one.
+
+    Attributes:
+        missing: why the GPU can never compute; "" where it can.
+        now: seconds, never going back.
+    """
+
+    def __init__(self, graph: FeatureGraph) -> None:
+        self.missing = ""
+        self.now: Callable[[], float] = time.monotonic
+        self._graph = graph
+        self._shortage = Shortage()
+        self._short_of = "", 0  # of a batch that had no memory: why, and of how many bytes; until that is carried out
+        self._needed_bytes = 0
+        self._has_said_so = False
+        # Of loaders whose data workers compute the graph, because the GPU could not: the stage by which they do.
+        self._stages: weakref.WeakKeyDictionary[Any, ComputedByDataWorkers] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether batches are not the GPU's now."""
+        return bool(self.missing) or self._shortage.is_short
+
+    def begin(self, loader: Iterable[Any]) -> None:
+        """A loader is iterated from here on."""
+        if self.is_away:
+            self._leave_to_data_workers(loader, self.missing or "the GPU has no memory")
+        else:
+            self._take_back(loader)
+
+    def note_shortage(self, reason: str, num_bytes: int) -> None:
+        """A batch found no memory; `num_bytes` is 0 where it is not known how much it needs."""
+        self._short_of = reason, num_bytes
+
+    def look(self, loader: Iterable[Any], has_room: Callable[[int], bool]) -> None:
+        """A batch had no room: data workers compute the next ones, or without such it is tried again.
+
+        Where data workers compute the graph, they give it back when there is room.
+
+        Args:
+            loader: that is iterated.
+            has_room: whether the GPU has memory for so many bytes.
+        """
+        reason, num_bytes = self._short_of
+        self._short_of = "", 0
+        if self.missing:
+            return
+        if reason and not self._shortage.is_short:
+            if self._leave_to_data_workers(loader, reason):
+                self._needed_bytes = num_bytes
+                self._shortage = fell_short(self._shortage, self.now())
+        elif next_try(self._shortage, self.now()).is_due:
+            if not has_room(self._needed_bytes):
+                self._shortage = fell_short(self._shortage, self.now())
+                return
+            self._shortage = came_back(self._shortage, self.now())
+            self._take_back(loader)
+            self._has_said_so = False
+            _log.warning("hetstream: features: the GPU has memory again, and computes its part of the graph")
+
+    def close(self) -> None:
+        """Give loaders the stages that they had: who iterates them next wants other batches, or says so again."""
+        for loader in [*self._stages]:
+            with contextlib.suppress(HetstreamError):  # one that is closed, say, needs none
+                self._take_back(loader)
+
+    def _take_back(self, loader: Iterable[Any]) -> None:
+        if not hasattr(loader, "set_batch_stage") or loader not in self._stages:
+            return
+        stage = self._stages.pop(loader)
+        now = getattr(loader, "batch_stage", None)
+        if now is stage:  # else the program has changed it
+            loader.set_batch_stage(stage.before)
+
+    def _leave_to_data_workers(self, loader: Iterable[Any], reason: str) -> bool:
+        """Have data workers compute the graph from the next step on, and say so once; whether they will."""
+        # A stage of the program's own would be gone.
+        own = getattr(loader, "batch_stage", None)
+        if own is not None and hasattr(loader, "set_batch_stage") and self._stages.get(loader) is own:
+            return True
+        if isinstance(own, ComputedByDataWorkers):  # of an older CoRun that was not closed
+            own = own.before
+        can = hasattr(loader, "set_batch_stage") and (
+            own is None or isinstance(own, PackedByDataWorkers | DataWorkersPart)
+        )
+        if can:
+            stage = ComputedByDataWorkers(self._graph, own)
+            loader.set_batch_stage(stage)  # type: ignore[attr-defined]
+            self._stages[loader] = stage
+        if not self._has_said_so:
+            who = "data workers compute the whole graph" if can else "computed by the trainer's CPU"
+            _log.warning("hetstream: features: %s: %s", who, reason)
+            self._has_said_so = True
+        return can
+
+
+# What is done next for which batch: batch n + 2 is copied, n + 1 is computed, n is trained. Pure.
+#
+#     state = layer_begins(plan, state, "mlp.forward")
+#     while action := next_action(plan, state):
+#         state = after(state, action, there_was_one)
+#
+# RAP's interleaving of batches (its section 6.3). `corun.py` carries it out. A layer that never begins loses nothing:
+# what was to run beside it runs when the loop wants the batch.
+
+# Batches that are under way beside the one that is trained: one is computed, one is copied.
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Interleaving:
+    """Where everything is.
+
+    Attributes:
+        trained: the batch that the loop has; -1 before the first.
+        prepared: so many batches have been taken from the loader, and their copies begun.
+        launched: launches of batch `trained + 1` that are under way or done.
+        due: those of them that are to be launched now: their layer has begun.
+        is_wanted: whether the loop waits for batch `trained + 1`.
+        end: how many batches there are, once that is known.
+    """
+
+    trained: int = -1
+    prepared: int = 0
+    launched: frozenset[int] = frozenset()
+    due: frozenset[int] = frozenset()
+    is_wanted: bool = False
+    end: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Take this batch from the loader, and begin to copy it."""
+
+    batch: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Launch some features of this batch, behind what the training stream has reached."""
+
+    batch: int
+    launch: int
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Give the loop this batch."""
+
+    batch: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """There is no further batch."""
+
+
+Action = Prepare | Run | HandOver | Stop
+
+
+def batch_wanted(state: Interleaving) -> Interleaving:
+    """The loop asks for its next batch."""
+    return replace(state, is_wanted=True)
+
+
+def layer_begins(plan: LaunchPlan, state: Interleaving, layer: str) -> Interleaving:
+    """A layer of the batch that is trained begins; a second time in one step it changes nothing."""
+    if state.trained + 1 >= state.prepared:
+        return state
+    due = {at for at, launch in enumerate(plan.launches) if launch.layer == layer} - state.launched
+    return replace(state, due=state.due | due)
+
+
+def next_action(plan: LaunchPlan, state: Interleaving) -> Action | None:
+    """What is to be done next; None where nothing is until the next event."""
+    batch = state.trained + 1
+    if state.due:
+        return Run(batch, min(state.due))
+    if state.is_wanted:
+        if state.end is not None and batch >= state.end:
+            return Stop()
+        if batch >= state.prepared:
+            return Prepare(batch)
+        left = set(range(len(plan.launches))) - state.launched
+        return Run(batch, min(left)) if left else HandOver(batch)
+    if state.end is None and state.trained >= 0 and state.prepared <= state.trained + AHEAD:
+        return Prepare(state.prepared)
+    return None
+
+
+def after(state: Interleaving, action: Action, there_was_one: bool = True) -> Interleaving:
+    """What is so when an action has been carried out; `there_was_one` says it of a batch that was to be taken."""
+    if isinstance(action, Prepare):
+        return replace(state, prepared=action.batch + 1) if there_was_one else replace(state, end=action.batch)
+    if isinstance(action, Run):
+        return replace(state, launched=state.launched | {action.launch}, due=state.due - {action.launch})
+    if isinstance(action, HandOver):
+        return replace(state, trained=action.batch, launched=frozenset(), due=frozenset(), is_wanted=False)
+    return replace(state, is_wanted=False)
+
 
 _END = object()
 

@@ -15,10 +15,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hetstream.base.private import temporary_place
+from hetstream.base.files import temporary_place
 from hetstream.mpi_dataworkers.gpu_features import probes
-from hetstream.mpi_dataworkers.gpu_features.checks import check_tile, check_whole
 from hetstream.mpi_dataworkers.gpu_features.kernel import features_kernel, options_of
+from hetstream.mpi_dataworkers.gpu_features.schedule import check_tile, check_whole
 
 _WARP_THREADS = 32
 _FIRST_ARCHITECTURE = 75  # of those that Triton compiles for: Turing

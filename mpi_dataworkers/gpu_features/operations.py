@@ -13,9 +13,8 @@ import numpy as np
 
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.features.types import FeatureType
-from hetstream.mpi_dataworkers.gpu_features.checks import check_graph, check_is, check_number
-from hetstream.mpi_dataworkers.gpu_features.schedule import Operation
+from hetstream.mpi_dataworkers.features.operators import FeatureType
+from hetstream.mpi_dataworkers.gpu_features.schedule import Operation, check_graph, check_is, check_number
 
 # Instructions for each value of the result, counted in what `operators.py` says of each; of Bucketize for each halving.
 INSTRUCTIONS: Mapping[type[ops.Operator], float] = {

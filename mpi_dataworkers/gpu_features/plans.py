@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.types import FeatureType
-from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is, check_whole
+from hetstream.mpi_dataworkers.features.operators import FeatureType
+from hetstream.mpi_dataworkers.gpu_features.schedule import check_each, check_is, check_whole
 
 # Distinct ids of the 26 sparse columns of the two public Criteo datasets; their sums are the paper's 33.7 and 177.9
 # million (Table 2).

@@ -24,7 +24,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from hetstream.mpi_dataworkers.errors import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is, check_number
+from hetstream.mpi_dataworkers.gpu_features.schedule import check_each, check_is, check_number
 
 Numbers = npt.NDArray[np.float64]
 # RAP's Table 5: these four have a model each, and all others one together.

@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetstream.base.own_job import with_job
-from hetstream.mpi_dataworkers.config import hash_seed
+from hetstream.base.process import with_job
+from hetstream.mpi_dataworkers.process.config import hash_seed
 
 _HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
 

@@ -10,12 +10,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from hetstream.base.imports import when_imported
-from hetstream.base.own_job import other_job
-
-# On a loader class that was patched. Of torch's it has, by class, what torch's iterators were before: programs and
-# libraries change them for their own loaders, and those of hetstream (`PlainLoader`) are to be torch's.
-MARK = "_hetstream_stands_in"
+from hetstream.base.process import other_job, when_imported
+from hetstream.mpi_dataworkers.process.programs import MARK
 
 
 def install() -> None:
@@ -31,7 +27,7 @@ def install() -> None:
 
 
 def _stay_local(module: ModuleType) -> None:
-    from hetstream.mpi_dataworkers.config import service_from_environment
+    from hetstream.mpi_dataworkers.process.config import service_from_environment
 
     del module
     service_from_environment()  # which says so
@@ -95,7 +91,7 @@ def _patch_ours(module: ModuleType) -> None:
 
 def _follow(connection: Any, num_workers: int) -> None:
     """Have the forward partitioned in which a loader's batches arrive, if that is asked for."""
-    from hetstream.mpi_dataworkers.config import offload_from_environment
+    from hetstream.mpi_dataworkers.process.config import offload_from_environment
 
     if (offload := offload_from_environment()) != "off":
         from hetstream.mpi_dataworkers.partitioner.unmodified import follow
@@ -106,8 +102,8 @@ def _follow(connection: Any, num_workers: int) -> None:
 def _announce() -> None:
     """Tell data workers, which were started before the script's own environment, which Python this is."""
     from hetstream.base.errors import ConfigError
-    from hetstream.mpi_dataworkers.config import service_from_environment
-    from hetstream.mpi_dataworkers.interpreter import announce
+    from hetstream.mpi_dataworkers.process.config import service_from_environment
+    from hetstream.mpi_dataworkers.process.interpreter import announce
     from hetstream.mpi_dataworkers.wire.address import parse_service
 
     service = service_from_environment()

@@ -24,15 +24,18 @@ import logging
 import math
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.loader.likeness import Difference, compare
+from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of
+from hetstream.mpi_dataworkers.loader.shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
-from hetstream.mpi_dataworkers.loader.witness import Made, NotMade, Witness
+from hetstream.mpi_dataworkers.loader.witness import MOST_S, Made, NotMade, Witness
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, generators_kept
+from hetstream.mpi_dataworkers.process.handlers import others
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -290,3 +293,159 @@ class Canary:
         if about not in self._said:
             self._said.add(about)
             _log.warning("hetstream: not all of a step can be compared with the program's own: %s", line)
+
+
+# A sample that a loader's first process makes twice, before anything that is compared; see `canary`.
+
+
+class MadeTwice:
+    """A sample of another step than those that are compared.
+
+    So that samples which depend on what was made before them (on the last one, with which they are mixed) differ in
+    the first step already: no data worker has made anything before that one. And it shows what samples change.
+
+    Args:
+        canary: of the loader.
+        pipeline: of the program.
+
+    Attributes:
+        number: of the sample, which is asked for as a step; None where nothing is to be learnt of it (any more).
+    """
+
+    def __init__(self, canary: Canary, pipeline: Pipeline) -> None:
+        self._canary, self._pipeline = canary, pipeline
+        self.number: int | None = None
+
+    def requests(self, shards: PassShards, policy: ErrorPolicy, steps: list[int], num_known: int) -> list[StepRequest]:
+        """What its process is to make before it makes `steps`; nothing but in a loader's first pass."""
+        first = shards.position
+        if shards.order is None or not self._canary.is_first or num_known <= first:
+            return []
+        number = -self._pipeline.num_workers
+        other = next((step for step in range(first, num_known) if step not in steps), first)
+        sample = one_sample_of(shards.order, other, shards.seeds, policy, number)
+        self.number = None if sample is None else number
+        return [] if sample is None else [sample]
+
+    def changes(self, witness: Witness, limit_s: float) -> str:
+        """What the sample changes, on one line; asked for once.
+
+        Raises:
+            NotMade: the process gives no answer.
+        """
+        if self.number is None or not witness.has(self.number):
+            return ""
+        made, request = witness.made(self.number, limit_s), witness.requests.asked[0]
+        if not made.repeated:
+            self.number = None
+            return made.changes
+        # Another process tells what is another one each time: a time, a number of the system.
+        other = self._canary.new_witness(self._pipeline)
+        try:
+            other.begin([request])
+            again = other.made(request[1], limit_s)
+            varying = {each.field for each in self._canary.differences(again, made)}
+        finally:
+            self._canary.end_witness(other)
+        found = next((how for field, how in made.repeated.items() if field not in varying), "")
+        self.number = None
+        said = "a sample is another one when its process makes it a second time, so samples may depend on one another"
+        return f"{said}: {found}" if found else ""
+
+
+# torch's own worker processes for the first steps of a loader; see `canary`.
+#
+# Each makes its steps and no others, in their order, as where there are no data workers: what samples keep, count or
+# leave in a library is then what it would be.
+
+
+class FirstWorkers:
+    """As many processes as the program asks for.
+
+    Args:
+        make: gives a process that is yet to begin.
+        end: ends one.
+        num_workers: how many.
+        first: number of the first step.
+
+    Attributes:
+        next_step: the first one that was not asked for.
+    """
+
+    def __init__(
+        self, make: Callable[[], Witness], end: Callable[[Witness], None], num_workers: int, first: int
+    ) -> None:
+        self._make, self._end, self._num_workers = make, end, num_workers
+        self._workers: dict[int, Witness] = {}
+        self.next_step = first
+
+    def ask(self, requests: Iterable[StepRequest]) -> None:
+        """Have the next steps made, each by the process whose turn it is.
+
+        Raises:
+            NotMade: as `Witness.begin`.
+        """
+        asked: dict[int, list[StepRequest]] = {}
+        for request in requests:
+            asked.setdefault(request[1] % self._num_workers, []).append(request)
+        for number, each in asked.items():
+            worker = self._workers.get(number)
+            if worker is None:
+                self._begin(number, each)
+                continue
+            for request in each:
+                if not worker.has(request[1]):  # else a handler of a signal has interrupted this, and it is done again
+                    worker.ask(request)
+        self.next_step = max([self.next_step, *(each[-1][1] + 1 for each in asked.values())])
+
+    def _begin(self, number: int, requests: list[StepRequest]) -> Witness:
+        worker = self._make()
+        worker.begin(requests)
+        self._workers[number] = worker
+        return worker
+
+    def has(self, step: int) -> bool:
+        """Whether a step was asked for, and its batch is wanted."""
+        worker = self._workers.get(step % self._num_workers)
+        return worker is not None and worker.has(step)
+
+    def made(self, step: int, limit_s: float = MOST_S) -> Made:
+        """Wait for a step that was asked for.
+
+        Raises:
+            NotMade: as `Witness.made`.
+        """
+        return self._workers[step % self._num_workers].made(step, limit_s)
+
+    def made_anew(self, step: int, limit_s: float) -> Made:
+        """What another process makes of a step, after all that the one before has made; it takes its place.
+
+        Raises:
+            NotMade: as `Witness.made`.
+        """
+        number = step % self._num_workers
+        before = self._workers[number]
+        requests = before.requests.all()
+        self._end(before)
+        self._begin(number, requests).drop_before(step)
+        return self.made(step, limit_s)
+
+    def begin_anew(self, step: int) -> None:
+        """End all processes, and have others make all that these were asked for; batches from a step on are wanted.
+
+        Raises:
+            NotMade: as `Witness.begin`.
+        """
+        requests = {number: worker.requests.all() for number, worker in self._workers.items()}
+        self.end()
+        for number, asked in requests.items():
+            self._begin(number, asked).drop_before(step)
+
+    def drop(self, step: int) -> None:
+        """Free the batch of a step, which the program has by now."""
+        self._workers[step % self._num_workers].drop_before(step + 1)
+
+    def end(self) -> None:
+        """End the processes."""
+        while self._workers:
+            self._end(self._workers.popitem()[1])

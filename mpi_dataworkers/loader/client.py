@@ -6,30 +6,37 @@ thread of the process's connection (`process_connection.py`), which all loaders 
 batches whose rebuilding runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other
 loaders go on.
 
-What a session knows is in `session.py`, what the dispatcher was told in `registration.py`, whether data workers deliver
-in `availability.py`: all without I/O. Here are the lock that guards them and the messages.
+What a session knows is in `session.py`, what the dispatcher was told in `client.py`, whether data workers deliver
+in `client.py`: all without I/O. Here are the lock that guards them and the messages.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import hashlib
 import logging
 import math
 import os
+import queue
+import secrets
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Any
+
+import msgspec
 
 import hetstream.mpi_dataworkers.errors
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
-from hetstream.mpi_dataworkers.faults import reach
-from hetstream.mpi_dataworkers.loader import optimizer_calls
-from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, LATE_STEP_S, Availability
-from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
-from hetstream.mpi_dataworkers.loader.notification import Notification
+from hetstream.mpi_dataworkers.loader import step_times
+from hetstream.mpi_dataworkers.loader.batches import BatchBuilder, Rebuilder, rebuild
 from hetstream.mpi_dataworkers.loader.process_connection import (
     CONNECT_TIMEOUT_S,
     ConnectionOptions,
@@ -37,19 +44,30 @@ from hetstream.mpi_dataworkers.loader.process_connection import (
     join_service,
     service_at,
 )
-from hetstream.mpi_dataworkers.loader.rebuilding import Rebuilder, rebuild
-from hetstream.mpi_dataworkers.loader.registration import ClientOptions, Registration
-from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
-from hetstream.mpi_dataworkers.loader.wire_meter import WireMeter
-from hetstream.mpi_dataworkers.memory import keep_freed_memory
-from hetstream.mpi_dataworkers.order.window import MAX_STEPS, StepSize, Window
+from hetstream.mpi_dataworkers.loader.session import (
+    Delivered,
+    Ended,
+    LoaderSession,
+    LocalFailure,
+    LocalFallback,
+    SessionRequest,
+    Step,
+)
+from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics, WireMeter
+from hetstream.mpi_dataworkers.order.reorder import MAX_STEPS, StepSize, Window
+from hetstream.mpi_dataworkers.process.config import TrainerIdentity
+from hetstream.mpi_dataworkers.process.faults import reach
+from hetstream.mpi_dataworkers.process.interpreter import keep_freed_memory, this_interpreter
 from hetstream.mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
 from hetstream.mpi_dataworkers.wire.codec import Buffer
 from hetstream.mpi_dataworkers.wire.messages import (
+    HEARTBEAT_S,
     Alive,
     Batch,
     Batches,
     BatchFailed,
+    CloseSession,
+    Device,
     EndOfShard,
     EndProcesses,
     LeaseRevoked,
@@ -63,13 +81,333 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ProcessesEnded,
     ProvidePipeline,
     Refused,
+    RegisterLoader,
     ShutDown,
     StepsLost,
     UnknownPeer,
 )
-from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
+
+# Whether data workers deliver to a loader, and when it stops waiting and makes a step itself. No I/O but the log.
 
 _log = logging.getLogger(__name__)
+
+# With no data worker, or no dispatcher, for this long, the loader makes the step it waits for itself.
+LOCAL_AFTER_S = 1.0
+DISPATCHER_SILENCE_S = 5.0
+# Nor does a step that is merely late hold up the trainer for ever.
+LATE_STEP_S = 60.0
+_NOBODY: dict[Device, str] = {
+    "cpu": "no data worker is there, or none reaches this process",
+    "gpu": "no data worker with a GPU is there, or none reaches this process",
+}
+
+
+class Availability:
+    """What a loader knows of its data workers.
+
+    Args:
+        now: on the monotonic clock.
+        device: what data workers make the loader's batches with.
+
+    Attributes:
+        num_workers: data worker processes that can reach this loader, as the dispatcher last said.
+        is_local: steps are made in process, and the log says so.
+    """
+
+    def __init__(self, now: float, device: Device = "cpu") -> None:
+        self._nobody = _NOBODY[device]
+        self.num_workers = 0
+        self.is_local = False
+        self._no_workers_since = now
+
+    def set_workers(self, count: int, now: float) -> None:
+        """So many data workers are there now."""
+        if count == 0 and self.num_workers > 0:
+            self._no_workers_since = now
+        self.num_workers = count
+
+    def reason_to_work_locally(self, now: float, waiting_since: float, last_heard: float) -> str:
+        """Why the step that is waited for is to be made in process; "" to go on waiting.
+
+        Args:
+            now: on the monotonic clock.
+            waiting_since: when the wait for the step began.
+            last_heard: when the dispatcher last said something.
+        """
+        # Once it works locally it does not wait anew for each step.
+        has_waited = self.is_local or now - max(self._no_workers_since, waiting_since) > LOCAL_AFTER_S
+        if self.num_workers == 0 and has_waited:
+            return self._nobody
+        silent_s = now - last_heard
+        if silent_s > DISPATCHER_SILENCE_S and has_waited:
+            return f"the dispatcher has been silent for {silent_s:.0f} s"
+        if now - waiting_since > LATE_STEP_S:
+            return f"{self.num_workers} data workers did not deliver it within {LATE_STEP_S:g} s"
+        return ""
+
+    def say_local(self, reason: str) -> None:
+        """Log, once for each change, that steps are made in process."""
+        if not self.is_local:
+            _log.warning("hetstream: working locally, because %s", reason)
+            self.is_local = True
+
+    def say_streaming(self) -> None:
+        """Log, once for each change, that data workers deliver again."""
+        if self.is_local:
+            _log.warning("hetstream: %d data workers deliver again", self.num_workers)
+            self.is_local = False
+
+
+# How the connection's thread wakes the training thread.
+
+
+class Notification:
+    """Says that something changed. Made of C code alone where the training thread waits: a KeyboardInterrupt inside the
+    Python methods of a `threading.Condition` would leave its lock held for ever."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def notify(self) -> None:
+        """Something changed."""
+        if self._queue.empty():
+            self._queue.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has changed since the last wait, or after `timeout_s`."""
+        with contextlib.suppress(queue.Empty):
+            self._queue.get(timeout=timeout_s)
+
+
+# Who a loader is among the loaders of its program, so that the dispatcher finds the same loader of another rank.
+#
+# A number in order of making does not say that: a loader that rank 0 alone makes would shift all that follow. So a
+# loader is known by its description and by the how-many-th of that description it is; and where it was made says
+# whether two ranks mean the same by it.
+
+_SITE = {"site-packages", "dist-packages"}
+_OWN_PACKAGE = "hetstream"
+
+
+@dataclass(frozen=True)
+class LoaderName:
+    """What tells a loader from the others of its process, and what the other ranks' call the same.
+
+    Attributes:
+        ordinal: its number among all loaders of the process, in order of making.
+        occurrence: its number among those of the same rank, job name and description.
+        place: stands for the calls that led to it, and for how often they had before: alike in all ranks.
+        made_at: the innermost of these calls that is the program's own, as `train.py:42`; not an installed package's.
+        divides: each rank gets its share of the data, and the other ranks the rest.
+    """
+
+    ordinal: int
+    occurrence: int
+    place: str
+    made_at: str
+    divides: bool
+
+
+class _Names:
+    """Counts the loaders of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[Hashable] = Counter()
+
+    def name(self, identity: TrainerIdentity, description: Mapping[str, str], divides: bool) -> LoaderName:
+        """Name a loader that the caller's caller makes now."""
+        found = list(_calls())
+        calls = [place for place, _ in found]
+        own = [place for place, is_installed in found if not is_installed]
+        rank = identity.job_name, identity.rank
+        with self._lock:
+            ordinal, occurrence, nth = (
+                self._next(key) for key in ("all", (rank, frozenset(description.items())), (rank, tuple(calls)))
+            )
+        place = hashlib.blake2b(repr((calls, nth)).encode(errors="replace"), digest_size=8).hexdigest()
+        return LoaderName(ordinal, occurrence, place, (own or calls or [""])[0], divides)
+
+    def _next(self, key: Hashable) -> int:
+        self._counts[key] += 1
+        return self._counts[key] - 1
+
+
+def title_of(identity: TrainerIdentity, name: LoaderName, description: Mapping[str, str]) -> str:
+    """What a person knows a loader by: the name that was given to it, the class of its dataset and where it is made."""
+    dataset = description.get("dataset", "").rpartition(".")[2]
+    parts = (identity.job_name if identity.is_named else "", dataset, name.made_at)
+    return " ".join(part for part in parts if part)
+
+
+def _calls() -> Iterator[tuple[str, bool]]:
+    """Where the program is, innermost call first, without hetstream's own calls; and whether that is an installed
+    package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        # Code that a program executes by itself may have anything for a name, or none.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != _OWN_PACKAGE:
+            path = PurePath(frame.f_code.co_filename)
+            yield f"{path.name}:{frame.f_lineno}", not _SITE.isdisjoint(path.parts)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+name_loader = _Names().name
+
+
+# How a loader is known at its dispatcher, and what it still has to say there. No I/O.
+#
+# Used by `client.py`, which guards it with its lock. A dispatcher that was restarted knows nothing of a loader:
+# it is told everything again, from the sessions as they are by then.
+
+_REGISTER_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """What a loader says of itself at its service, and what it does with batches.
+
+    Attributes:
+        address_file: the dispatcher's address file.
+        identity: who this trainer is.
+        name: who the loader is among those of its program.
+        description: the pipeline in words, compared between programs of one job name.
+        batches: builds them from headers and frames.
+        statistics: what the dispatcher is told of the loader.
+        buffer_bytes: finished batches to hold ahead of the training loop.
+        transports: the ways on which batches may come.
+        compress: ask data workers that come over TCP to compress.
+        device: what data workers make its batches with.
+        feeds: id of the data worker that this loader belongs to; "" for a trainer's.
+    """
+
+    address_file: Path
+    identity: TrainerIdentity
+    name: LoaderName
+    description: dict[str, str]
+    batches: BatchBuilder
+    statistics: LoaderStatistics
+    buffer_bytes: int
+    transports: frozenset[str]
+    compress: bool = False
+    device: Device = "cpu"
+    feeds: str = ""
+
+
+_trainer: tuple[int, str] = (0, "")
+
+
+def _trainer_name() -> str:
+    """A random name of this process; a forked one gets its own."""
+    global _trainer
+    if _trainer[0] != os.getpid():
+        _trainer = os.getpid(), secrets.token_hex(8)
+    return _trainer[1]
+
+
+class Registration:
+    """A loader's registration, its newest pipeline and its messages that wait.
+
+    Args:
+        options: who the loader is.
+        pipeline: the pipeline in pickled form.
+
+    Attributes:
+        pipeline: the newest one.
+        message: what the dispatcher is told first.
+        was_answered: the dispatcher has let the loader in, at some time.
+    """
+
+    def __init__(self, options: ClientOptions, pipeline: ProvidePipeline) -> None:
+        identity, name = options.identity, options.name
+        self.pipeline = pipeline
+        self.was_answered = False
+        # When the registration that is under way was sent; None while there is none.
+        self._asked_at: float | None = None
+        self._outbox: collections.deque[Message] = collections.deque()
+        self.message = RegisterLoader(
+            job_name=identity.job_name,
+            ordinal=name.ordinal,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pipeline_id=pipeline.pipeline_id,
+            description=options.description,
+            occurrence=name.occurrence,
+            place=name.place,
+            made_at=name.made_at,
+            divides=name.divides,
+            trainer=_trainer_name(),
+            interpreter=this_interpreter(),
+            title=title_of(identity, name, options.description),
+            device=options.device,
+            feeds=options.feeds,
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the dispatcher knows the loader, and no registration is under way."""
+        return self.was_answered and self._asked_at is None
+
+    def begin(self, now: float) -> RegisterLoader:
+        """The message with which a registration begins."""
+        self._asked_at = now
+        return self.message
+
+    def is_to_begin_again(self, now: float) -> bool:
+        """Whether to register with a dispatcher that does not know the loader.
+
+        It may have died before it answered: a registration that got no answer is sent again.
+        """
+        return self._asked_at is None or now - self._asked_at > _REGISTER_AGAIN_S
+
+    def answered(self) -> None:
+        """The dispatcher has let the loader in."""
+        self.was_answered, self._asked_at = True, None
+
+    def use(self, pipeline: ProvidePipeline) -> ProvidePipeline:
+        """Say which pipeline the next session has, unless it is the same; returns the one to keep."""
+        if pipeline.pipeline_id != self.pipeline.pipeline_id:
+            self.pipeline = pipeline
+            self.message = msgspec.structs.replace(self.message, pipeline_id=pipeline.pipeline_id)
+            self._outbox.append(pipeline)
+        return self.pipeline
+
+    def say(self, message: Message) -> None:
+        """Send this after what waits already."""
+        self._outbox.append(message)
+
+    def say_all(self, sessions: Iterable[LoaderSession], known_id: str) -> None:
+        """Queue what a dispatcher that has just let this loader in is to know.
+
+        Args:
+            sessions: those that are open.
+            known_id: id of the pipeline that it has, "" for none.
+        """
+        # All else is said again, from the sessions as they are now; the end of one would be lost.
+        self._outbox = collections.deque(message for message in self._outbox if isinstance(message, CloseSession))
+        # Sessions of what is known come first: the dispatcher forgets what no session uses when another one comes.
+        current = self.pipeline.pipeline_id
+
+        def rank(session: LoaderSession) -> tuple[bool, bool, str]:
+            pipeline_id = session.pipeline.pipeline_id
+            return pipeline_id != known_id, pipeline_id == current, pipeline_id
+
+        last = known_id
+        for session in sorted(sessions, key=rank):
+            if session.pipeline.pipeline_id != last:
+                last = session.pipeline.pipeline_id
+                self._outbox.append(session.pipeline)
+            self._outbox.append(session.opening())
+        if current != last:
+            self._outbox.append(self.pipeline)
+
+    def take_waiting(self) -> Iterable[Message]:
+        """Messages that can be sent now; each is forgotten when it is taken."""
+        while self.is_known and self._outbox:
+            yield self._outbox.popleft()
+
 
 # Rebuilding a batch may run user code; leaving does not wait for it for ever.
 _CLOSE_S = 5.0
@@ -393,7 +731,7 @@ class ServiceClient:
                 if session.is_report_due(progress, now):
                     reach("loader.before_report")
                     statistics = self._options.statistics
-                    report = session.report(statistics.at_last_step(), optimizer_calls.calls(), statistics.features)
+                    report = session.report(statistics.at_last_step(), step_times.calls(), statistics.features)
                     self._send(report)
                     session.has_reported(progress, now)
                     reach("loader.after_report")

@@ -13,16 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
-from hetstream.mpi_dataworkers.loader.canary import Canary, NotSent
-from hetstream.mpi_dataworkers.loader.delivered import Delivered
-from hetstream.mpi_dataworkers.loader.first_workers import FirstWorkers
+from hetstream.mpi_dataworkers.loader.canary import Canary, FirstWorkers, MadeTwice, NotSent
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, request_of
-from hetstream.mpi_dataworkers.loader.made_twice import MadeTwice
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.session import Delivered
+from hetstream.mpi_dataworkers.loader.shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S, HasEnded, Made, NotInTime, NotMade, Witness
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, StagedBatch
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)

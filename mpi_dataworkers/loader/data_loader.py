@@ -3,11 +3,11 @@
 This module is what a program calls. The work is done by
 
 * `options.py`: the keywords, their checks and their help;
-* `loader_order.py`: which steps a pass over the data has, and which samples each step has;
+* `order.py`: which steps a pass over the data has, and which samples each step has;
 * `position.py`: begins one pass after the other, and knows where the training loop is;
 * `pass_iterator.py`: one pass, whose steps come from data workers (`remote_source.py`) or from this process
-  (`local_source.py`);
-* `loader_connection.py`: what outlives a pass, the pipeline, the connection to the service and the statistics.
+  (`pass_iterator.py`);
+* `connection.py`: what outlives a pass, the pipeline, the connection to the service and the statistics.
 """
 
 from __future__ import annotations
@@ -22,29 +22,25 @@ import torch
 import torch.utils.data
 
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.config import service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.faults import reach
-from hetstream.mpi_dataworkers.loader.device import OnDevice
-from hetstream.mpi_dataworkers.loader.feature_options import checked_features, feature_parts
-from hetstream.mpi_dataworkers.loader.keyword import takes
-from hetstream.mpi_dataworkers.loader.loader_order import order_of
-from hetstream.mpi_dataworkers.loader.local_source import LocalSource
-from hetstream.mpi_dataworkers.loader.options import LoaderOptions
-from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
-from hetstream.mpi_dataworkers.loader.position import LoaderPasses, LoaderPosition, Position, PositionTracker
+from hetstream.mpi_dataworkers.loader.features import checked_features, feature_parts
+from hetstream.mpi_dataworkers.loader.options import LoaderOptions, takes
+from hetstream.mpi_dataworkers.loader.order import order_of
+from hetstream.mpi_dataworkers.loader.pass_iterator import LocalSource, PassIterator, StepSource
+from hetstream.mpi_dataworkers.loader.position import LoaderPasses, LoaderPosition, OnDevice, Position, PositionTracker
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
-from hetstream.mpi_dataworkers.loader.skipped import SkippedSample
-from hetstream.mpi_dataworkers.loader.torch_loader import (
+from hetstream.mpi_dataworkers.loader.statistics import SkippedSample
+from hetstream.mpi_dataworkers.loader.unmodified import (
     distributed_identity,
     make_connection,
     pipeline_of,
     say_pinning_has_no_effect,
     torch_options,
 )
-from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
-from hetstream.mpi_dataworkers.ops.staged import BatchStage
+from hetstream.mpi_dataworkers.ops.pipeline import BatchStage, fingerprint_of
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
+from hetstream.mpi_dataworkers.process.config import service_from_environment
+from hetstream.mpi_dataworkers.process.faults import reach
 
 _TorchLoader: Any = torch.utils.data.DataLoader  # Any: torch's `__iter__` promises an iterator class of its own
 _T_co = TypeVar("_T_co", covariant=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetstream.mpi_dataworkers.handlers import others, suppressed_others
+from hetstream.mpi_dataworkers.process.handlers import others, suppressed_others
 
 # Compared by their values.
 _PLAIN = (

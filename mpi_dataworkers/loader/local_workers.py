@@ -1,7 +1,7 @@
 """The pipeline in process: torch's own DataLoader, with the worker processes that the program asks for.
 
-Used by `local_source.py`. Indexed data that is not divided has as many processes as the program asks for, each of which
-makes whole steps. Divided data has one at most: the order of its steps is that of the shards, whoever makes them.
+Used by `pass_iterator.py`. Indexed data that is not divided has as many processes as the program asks for, each of
+which makes whole steps. Divided data has one at most: the order of its steps is that of the shards, whoever makes them.
 
 Both give for each step the `MadeStep` and a snapshot of the shard's reader, or a `FailedStep`.
 """
@@ -12,12 +12,15 @@ import contextlib
 import copy
 import functools
 import itertools
+import multiprocessing
 import os
+import select
 import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing import context
+from typing import Any, Final
 
 import torch
 import torch.utils.data
@@ -25,21 +28,107 @@ from torch import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import signal_handling
 
-from hetstream.mpi_dataworkers.handlers import others
-from hetstream.mpi_dataworkers.hook.patch import MARK
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
-from hetstream.mpi_dataworkers.loader.step_indices import Order
-from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch, reraised
-from hetstream.mpi_dataworkers.loader.user_errors import made_at
-from hetstream.mpi_dataworkers.loader.waiting_workers import Start
+from hetstream.mpi_dataworkers.loader.shards import Order, PassShards
+from hetstream.mpi_dataworkers.loader.user_errors import handed_over, made_at, raised_by_torch, reraised
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, enter_worker, with_origins_of
-from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
-from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
-from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
+from hetstream.mpi_dataworkers.ops.streams import RankReader, Shard, ShardReader, open_shard, read_step
 from hetstream.mpi_dataworkers.order.interleave import Slot
+from hetstream.mpi_dataworkers.process.children import going_first
+from hetstream.mpi_dataworkers.process.handlers import others
+from hetstream.mpi_dataworkers.process.programs import MARK
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, ShardOrder
+
+# torch's worker processes as they are when a pass begins, which wait until they are needed.
+#
+# torch forks the processes of a pass when it begins, and what the program changes afterwards they do not see. So a
+# loader that leaves data workers in the middle of a pass needs processes that were forked before it. They wait at their
+# very start, and cost what torch's own cost at the start of a pass: a fork each.
+
+_LOOKS_EACH_S: Final = 5.0  # for the parent, as torch's workers do
+_BEGIN, _END = b"b", b"e"
+
+
+class Start:
+    """A pipe on which worker processes wait."""
+
+    def __init__(self) -> None:
+        self._parent = os.getpid()
+        self._theirs, self._ours = os.pipe()
+        self._num_waiting = 0
+
+    def context(self) -> context.BaseContext:
+        """Makes processes that wait; all else as torch's default for forked ones does."""
+        return _Context(self)
+
+    def make(self, *args: Any, **keywords: Any) -> Any:
+        """A process that waits when it is started."""
+        process = Process(*args, **keywords)
+        process.waits_for = self
+        self._num_waiting += 1
+        return process
+
+    def give(self) -> None:
+        """Have the processes begin."""
+        self._tell(_BEGIN)
+
+    def close(self) -> None:
+        """Have those that still wait end. Called again, or in a forked process, it does nothing."""
+        if os.getpid() == self._parent and self._num_waiting >= 0:
+            self._tell(_END)
+
+    def _tell(self, what: bytes) -> None:
+        # One byte each. The end of the pipe says nothing: whatever was forked since may hold it, too.
+        number, self._num_waiting = self._num_waiting, -1
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._ours, what * number)
+        os.close(self._ours)
+        os.close(self._theirs)
+
+    def wait(self) -> None:
+        """In a worker process: come back when it is to begin; else the process ends here."""
+        os.close(self._ours)
+        waiting = select.poll()
+        waiting.register(self._theirs, select.POLLIN)
+        # An interrupt is the trainer's; torch's workers are silent about it, too.
+        with contextlib.suppress(KeyboardInterrupt), going_first():
+            while os.getppid() == self._parent:
+                if waiting.poll(_LOOKS_EACH_S * 1000):
+                    if os.read(self._theirs, 1) != _BEGIN:
+                        break
+                    os.close(self._theirs)
+                    return
+        os._exit(0)
+
+
+class _Context(context.ForkContext):
+    def __init__(self, start: Start) -> None:
+        super().__init__()
+        self._start = start
+
+    def Process(self, *args: Any, **keywords: Any) -> Any:  # type: ignore[override]
+        return self._start.make(*args, **keywords)
+
+
+class Process(multiprocessing.Process):  # the name is seen by the program
+    waits_for: Start
+
+    def run(self) -> None:
+        self.waits_for.wait()
+        del self.waits_for
+        self.__class__ = multiprocessing.Process  # type: ignore[assignment]  # as user code knows it
+        self.run()
+
+
+def forks(multiprocessing_context: Any) -> bool:
+    """Whether processes of a loader are forked, and have what is in the program's memory then."""
+    if multiprocessing_context is not None:
+        return bool(multiprocessing_context.get_start_method() == "fork")
+    # To ask for the default would be to decide on it.
+    method = multiprocessing.get_start_method(allow_none=True)
+    return (method or multiprocessing.get_all_start_methods()[0]) == "fork"
+
 
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 _TorchLoader: Any = torch.utils.data.DataLoader

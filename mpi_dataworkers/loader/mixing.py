@@ -16,7 +16,7 @@ import torch.utils.data
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
-from hetstream.mpi_dataworkers.order.mixer import Mixer, Stop, check_mixture, choices_of
+from hetstream.mpi_dataworkers.order.interleave import Mixer, Stop, check_mixture, choices_of
 
 _STATE_VERSION = 1
 # Passes of a part within one epoch of the mixture get epochs of their own, far from those of other epochs.

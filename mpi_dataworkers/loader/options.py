@@ -1,6 +1,6 @@
 """The keywords of `DataLoader`: one typed declaration, from which its signature, its checks and its help come.
 
-To add a keyword: a field here, with its check and its line in the docstring; a rule in `option_rules.py` if it needs or
+To add a keyword: a field here, with its check and its line in the docstring; a rule in `options.py` if it needs or
 excludes another one; and a line in the table of docs/reference.md.
 
 They are flat, torch's and hetstream's: most programs give one of a group (`on_error="skip"`), and that reads best flat.
@@ -9,51 +9,352 @@ They are flat, torch's and hetstream's: most programs give one of a group (`on_e
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from threading import TIMEOUT_MAX
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.utils.data
 
 from hetstream.base.errors import HetstreamError, OptionsError
-from hetstream.mpi_dataworkers.config import (
+from hetstream.mpi_dataworkers.loader.canary import Canary
+from hetstream.mpi_dataworkers.loader.connection import ServiceOptions, SharedStream, SharingMode, picklable_stage
+from hetstream.mpi_dataworkers.loader.features import features_or_none
+from hetstream.mpi_dataworkers.loader.position import check_device, is_cuda_missing
+from hetstream.mpi_dataworkers.loader.shards import Division
+from hetstream.mpi_dataworkers.loader.statistics import SkippedSamples, quarantine_file, writing_problem
+from hetstream.mpi_dataworkers.ops.streams import files_of, generator_problem
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets, boundary_problems
+from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
+from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy, Traits, Visitation, decide
+from hetstream.mpi_dataworkers.process.config import (
     TrainerIdentity,
+    buffer_bytes_from_environment,
+    compression_from_environment,
     identity_from_environment,
     quarantine_dir_from_environment,
     service_from_environment,
+    transports_from_environment,
 )
-from hetstream.mpi_dataworkers.loader.batch_stages import picklable_stage
-from hetstream.mpi_dataworkers.loader.canary import Canary
-from hetstream.mpi_dataworkers.loader.device import check_device, is_cuda_missing
-from hetstream.mpi_dataworkers.loader.division import Division
-from hetstream.mpi_dataworkers.loader.feature_options import features_or_none
-from hetstream.mpi_dataworkers.loader.keyword import (
-    among,
-    folder,
-    function,
-    iterated,
-    must_be,
-    printable,
-    problem_of,
-    seconds_limit,
-    waiting_seconds,
-    whole,
-)
-from hetstream.mpi_dataworkers.loader.loader_connection import ServiceOptions
-from hetstream.mpi_dataworkers.loader.option_rules import RULES
-from hetstream.mpi_dataworkers.loader.sharing import SharedStream, SharingMode
-from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples, quarantine_file, writing_problem
-from hetstream.mpi_dataworkers.ops.iterable import files_of
-from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
-from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
-from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
-from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy, Traits, Visitation, decide
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
+
+# Keywords as fields of a dataclass: a field declares a keyword and its check, and a constructor takes them all.
+#
+# Used by `options.py` and `data_loader.py`.
+
+# Gives the problems of a keyword's value.
+Check = Callable[[str, Any], Iterator[str]]
+_Options = TypeVar("_Options")
+_Keywords = ParamSpec("_Keywords")
+
+
+def must_be(check: Check) -> dict[str, Any]:
+    """Metadata of a field of a dataclass: what its value must be."""
+    return {"check": check}
+
+
+def problems_of(options: Any) -> Iterator[str]:
+    """What is wrong with the value of each keyword by itself."""
+    for declared in fields(options):
+        if (check := declared.metadata.get("check")) is not None:
+            yield from check(declared.name, getattr(options, declared.name))
+
+
+def help_of(declaration: object) -> str:
+    """The docstring of what takes the keywords of a declaration, from the declaration's own."""
+    return inspect.cleandoc(declaration.__doc__ or "").replace("Attributes:\n", "Args:\n", 1)
+
+
+def takes(
+    declaration: Callable[_Keywords, _Options],
+) -> Callable[[Callable[[Any, _Options], None]], Callable[Concatenate[Any, _Keywords], None]]:
+    """Decorate a constructor: callers give the keywords, and the constructor gets one value that has them all.
+
+    Editors, type checkers, `help` and `inspect.signature` show the keywords.
+
+    Args:
+        declaration: the dataclass whose fields are the keywords.
+    """
+
+    def decorate(construct: Callable[[Any, _Options], None]) -> Callable[Concatenate[Any, _Keywords], None]:
+        signature = inspect.signature(declaration)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        def __init__(self: Any, /, *args: _Keywords.args, **keywords: _Keywords.kwargs) -> None:
+            try:
+                signature.bind(*args, **keywords)  # else its error would name the declaration, and not the class
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            construct(self, declaration(*args, **keywords))
+
+        __init__.__module__, __init__.__qualname__ = construct.__module__, construct.__qualname__
+        __init__.__doc__ = help_of(declaration)
+        parameters = [itself, *signature.parameters.values()]
+        __init__.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        return __init__
+
+    return decorate
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def whole(least: int, most: int | None = None, or_none: bool = False) -> Check:
+    """A whole number within limits."""
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def check(name: str, value: Any) -> Iterator[str]:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        fits = is_whole and value >= least and (most is None or value <= most)
+        if not fits and not (value is None and or_none):
+            yield f"{name}={value!r}: must be a whole number {limits}{' or None' if or_none else ''}"
+
+    return check
+
+
+def among(*allowed: Any) -> Check:
+    """One of these values."""
+    *most, last = map(repr, allowed)
+
+    def check(name: str, value: Any) -> Iterator[str]:
+        if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+            yield f"{name}={value!r}: must be {', '.join(most)} or {last}"
+
+    return check
+
+
+def waiting_seconds(name: str, value: Any) -> Iterator[str]:
+    """Seconds to wait, 0 for ever."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= TIMEOUT_MAX:
+        yield f"{name}={value!r}: must be a number of seconds of at least 0; 0 waits for ever"
+
+
+def seconds_limit(name: str, value: Any) -> Iterator[str]:
+    """Seconds that something may take."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value < float("inf"):
+        yield f"{name}={value!r}: must be a number of seconds of at least 0.1"
+
+
+def printable(name: str, value: Any) -> Iterator[str]:
+    """Text that can be shown, or None."""
+    if value is not None and not (isinstance(value, str) and value and value.isprintable()):
+        yield f"{name}={value!r}: must be non-empty printable text or None"
+
+
+def function(name: str, value: Any) -> Iterator[str]:
+    """A function or None."""
+    if value is not None and not callable(value):
+        yield f"{name}={value!r}: must be a function or None"
+
+
+def iterated(name: str, value: Any) -> Iterator[str]:
+    """Something to iterate, or None."""
+    if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+        yield f"{name}={value!r}: must be something to iterate, or None"
+
+
+def folder(name: str, value: Any) -> Iterator[str]:
+    """The path of a folder, or None."""
+    if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
+        yield f"{name}={value!r}: must be the path of a folder, or None"
+
+
+def problem_of(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+    """What a function refuses, in its own words."""
+    try:
+        function(*arguments)
+    except HetstreamError as error:
+        yield str(error)
+
+
+# What the keywords of `DataLoader` must be together, and with the dataset and the environment. Used by `options.py`.
+#
+# Each rule gives its problems. What a keyword must be by itself is declared with it, and is one of the rules.
+
+
+def _environment_rules(options: LoaderOptions) -> Iterator[str]:
+    """What stands in for keywords that are not given."""
+    if options.service is None and (service := service_from_environment()) is not None:
+        for problem in problem_of(parse_service, service):
+            yield f"environment variable HETSTREAM_SERVICE: {problem}"
+    if options.buffer_bytes is None:
+        yield from problem_of(buffer_bytes_from_environment)
+    yield from problem_of(transports_from_environment)
+    yield from problem_of(compression_from_environment)
+
+
+def _combination_rules(options: LoaderOptions) -> Iterator[str]:
+    """Keywords that need or exclude one another."""
+    if options.sampler is not None and options.shuffle:
+        yield "sampler and shuffle=True: the sampler decides the order; leave one out"
+    if options.batch_sampler is not None:
+        others = {
+            "batch_size": options.batch_size != 1,
+            "shuffle": options.shuffle,
+            "sampler": options.sampler is not None,
+            "drop_last": options.drop_last,
+        }
+        if any(others.values()):
+            given = ", ".join(name for name, is_given in others.items() if is_given)
+            yield f"batch_sampler with {given}: the batch_sampler alone decides what a batch is"
+    elif options.batch_size is None and options.drop_last:
+        yield "drop_last=True with batch_size=None: without batches there is no last one to drop"
+    if options.global_batch_size is not None:
+        if options.batch_size != 1:
+            yield (
+                f"batch_size={options.batch_size!r} with global_batch_size={options.global_batch_size!r}: give one of "
+                "them; a rank's share of the global batch depends on the world size"
+            )
+        if options.sampler is not None or options.batch_sampler is not None or options.generator is not None:
+            yield (
+                "global_batch_size with a sampler, batch_sampler or generator: the order must be a function of the "
+                "seed. Use shuffle and seed instead"
+            )
+        if options.is_iterable or options.asks_for_shards:
+            yield "global_batch_size with an IterableDataset, sharding, visitation or in_order: give batch_size instead"
+    if options.num_workers == 0:
+        if options.prefetch_factor is not None:
+            yield f"prefetch_factor={options.prefetch_factor!r} needs num_workers of at least 1"
+        if options.persistent_workers is True:
+            yield "persistent_workers=True needs num_workers of at least 1"
+    if (options.rank is None) != (options.world_size is None):
+        yield f"rank={options.rank!r} with world_size={options.world_size!r}: they must be given together"
+    if options.sharing is not None and options.is_listed:
+        yield (
+            f"sharing={options.sharing!r} with a sampler, batch_sampler, generator or batch_size=None: jobs can share "
+            "an order only if data workers compute it. Use shuffle and seed instead"
+        )
+    if options.sharing is not None and options.asks_for_shards:
+        yield f"sharing={options.sharing!r} with sharding, visitation or in_order: jobs share one stream of steps"
+    is_divided = options.is_iterable or options.asks_for_shards or options.sharing is not None
+    if options.gpu_stage is not None and is_divided:
+        yield "gpu_stage with an IterableDataset, sharding, visitation, in_order or sharing: give batch_stage instead"
+    if options.verify is True and (is_divided or options.gpu_stage is not None):
+        yield (
+            "verify with an IterableDataset, sharding, visitation, in_order, sharing or gpu_stage: no step of it can "
+            "be made here alone"
+        )
+    if options.quarantine_dir is not None and options.on_error != "quarantine":
+        yield f"quarantine_dir={options.quarantine_dir!r} goes with on_error='quarantine'"
+    if options.pipeline_name is not None and options.sharing is None:
+        yield f"pipeline_name={options.pipeline_name!r} goes with sharing="
+
+
+def _device_rules(options: LoaderOptions) -> Iterator[str]:
+    """Where batches come, and who computes features."""
+    falls_back = options.features is not None and is_cuda_missing(options.device)
+    if options.device is not None and not falls_back and (problem := check_device(options.device)):
+        yield problem
+    if options.features is not None:
+        for name in ("batch_stage", "gpu_stage"):
+            if getattr(options, name) is not None:
+                yield f"features with {name}: the graph is the loader's stage; put the function into collate_fn"
+
+
+def _in_process_rules(options: LoaderOptions) -> Iterator[str]:
+    """What data workers take care of, and this process cannot do by itself."""
+    if options.service is not None or service_from_environment() is not None:
+        return
+    if options.num_workers == 0 and isinstance(options.timeout, int | float) and options.timeout > 0:
+        yield (
+            f"timeout={options.timeout!r} without a service needs num_workers of at least 1: "
+            "nobody but this process makes the batch"
+        )
+
+
+def _length_rules(options: LoaderOptions) -> Iterator[str]:
+    """Reading by length."""
+    if options.lengths is None and options.bucket_boundaries is None and options.length_of is None:
+        return
+    if options.length_of is not None:
+        yield from _length_of_rules(options)
+        return
+    if options.lengths is None or options.bucket_boundaries is None:
+        missing = "lengths" if options.lengths is None else "bucket_boundaries"
+        yield f"{missing} is missing: lengths and bucket_boundaries must be given together"
+        return
+    if options.is_listed:
+        yield (
+            "bucket_boundaries with a sampler, batch_sampler, generator or batch_size=None: the order by length is "
+            "hetstream's own. Use shuffle and seed instead"
+        )
+    if options.asks_for_shards:
+        yield "bucket_boundaries with sharding, visitation or in_order: the order by length is one stream of steps"
+    if options.is_iterable:
+        yield "lengths: an IterableDataset has no sample numbers that they could belong to"
+    if not hasattr(options.lengths, "__len__") or not isinstance(options.bucket_boundaries, Sequence):
+        yield f"lengths={type(options.lengths).__name__}: must be an array, and bucket_boundaries a list"
+        return
+    if not options.is_iterable and hasattr(options.dataset, "__len__") and len(options.lengths) != len(options.dataset):
+        yield f"lengths has {len(options.lengths)} entries for a dataset of {len(options.dataset)} samples"
+    yield from problem_of(LengthBuckets, options.lengths, options.bucket_boundaries)
+
+
+def _length_of_rules(options: LoaderOptions) -> Iterator[str]:
+    """Reading a stream by length."""
+    if not callable(options.length_of):
+        yield f"length_of={options.length_of!r}: must be a function of an element"
+    if not options.is_iterable:
+        yield "length_of with a map-style dataset: give the lengths of all samples as lengths="
+    if options.lengths is not None:
+        yield "lengths and length_of: give lengths for a map-style dataset, length_of for an IterableDataset"
+    if options.batch_size is None:
+        yield "length_of with batch_size=None: a round is a batch for each rank"
+    if options.visitation not in (None, "exactly_once") or options.sharding == "off":
+        yield "length_of with sharding OFF, or a visitation that is not exactly_once: the ranks would not read alike"
+    if options.in_order is not True:
+        yield "length_of with in_order=False: the ranks would not read alike"
+    if not isinstance(options.bucket_boundaries, Sequence):
+        yield f"bucket_boundaries={options.bucket_boundaries!r} with length_of: must be a list of lengths"
+    else:
+        yield from boundary_problems(options.bucket_boundaries)
+
+
+def _refused_keywords(options: LoaderOptions) -> Iterator[str]:
+    """torch's keywords that are not supported: refused by name, never ignored."""
+    if options.pin_memory_device != "":
+        yield (
+            f"pin_memory_device={options.pin_memory_device!r}: torch pins memory for the current accelerator and has "
+            "deprecated this keyword; leave it out"
+        )
+
+
+def _dataset_rules(options: LoaderOptions) -> Iterator[str]:
+    if options.is_iterable:
+        if options.sampler is not None or options.batch_sampler is not None:
+            yield f"sampler or batch_sampler: {type(options.dataset).__name__} is an IterableDataset, in its own order"
+        if options.on_error != "raise" and inspect.isgeneratorfunction(type(options.dataset).__iter__):
+            yield f"on_error={options.on_error!r}: {generator_problem(options.dataset)}"
+        if options.on_error != "raise" and options.length_of is not None:
+            yield f"on_error={options.on_error!r} with length_of: all ranks must form the same rounds"
+        if options.sharing is not None:
+            yield f"sharing={options.sharing!r}: an IterableDataset is read by one job"
+    elif isinstance(options.dataset, type):
+        yield f"dataset={options.dataset!r} is a class: give an instance of it"
+    elif not hasattr(options.dataset, "__getitem__"):
+        yield f"dataset={options.dataset!r}: a map-style dataset has __getitem__"
+    elif not hasattr(options.dataset, "__len__") and (options.sampler, options.batch_sampler) == (None, None):
+        yield f"{type(options.dataset).__name__} has no length and there is no sampler"
+
+
+# The rules, in the order in which their problems are told.
+RULES: tuple[Callable[[LoaderOptions], Iterator[str]], ...] = (
+    _dataset_rules,
+    problems_of,
+    _environment_rules,
+    _combination_rules,
+    _device_rules,
+    _in_process_rules,
+    _length_rules,
+    _refused_keywords,
+)
+
 
 _log = logging.getLogger(__name__)
 

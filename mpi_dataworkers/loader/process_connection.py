@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
-from hetstream.base.forks import generation
+from hetstream.base.process import generation
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader
 from hetstream.mpi_dataworkers.transports.choice import open_loader_endpoint
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, wait_for_address_file
-from hetstream.mpi_dataworkers.wire.messages import Batches, Message
-from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
+from hetstream.mpi_dataworkers.wire.messages import HEARTBEAT_S, Batches, Message
 
 _log = logging.getLogger(__name__)
 

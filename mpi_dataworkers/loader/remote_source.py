@@ -15,28 +15,29 @@ from typing import Any, NoReturn
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.handlers import others
-from hetstream.mpi_dataworkers.loader.availability import LATE_STEP_S, LOCAL_AFTER_S
 from hetstream.mpi_dataworkers.loader.canary import Differs
+from hetstream.mpi_dataworkers.loader.client import LATE_STEP_S, LOCAL_AFTER_S, ServiceClient
 from hetstream.mpi_dataworkers.loader.compared_pass import ComparedPass
-from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
-from hetstream.mpi_dataworkers.loader.sampler_ahead import SamplerAhead
-from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
-from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
-from hetstream.mpi_dataworkers.loader.sharing import SharedStream
-from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, LookAhead
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipeline, SharedStream
+from hetstream.mpi_dataworkers.loader.session import (
+    Delivered,
+    Ended,
+    LoaderSession,
+    LocalFailure,
+    LocalFallback,
+    SessionRequest,
+    Step,
+)
+from hetstream.mpi_dataworkers.loader.shards import ListedSteps, LookAhead, PassShards, steps_to_gather
 from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
-from hetstream.mpi_dataworkers.loader.torch_errors import timed_out
-from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error
+from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error, timed_out
 from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S
-from hetstream.mpi_dataworkers.ops.iterable import Shard
+from hetstream.mpi_dataworkers.ops.index_form import pack_indices
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, Watched, describe_failure, generators_kept
-from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
-from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
-from hetstream.mpi_dataworkers.ops.shared_memory import Looking, WriteWatch
+from hetstream.mpi_dataworkers.ops.process_memory import Looking, WriteWatch
+from hetstream.mpi_dataworkers.ops.streams import RankReader, Shard, ShardReader, open_shard, read_step
 from hetstream.mpi_dataworkers.order.interleave import Slot
+from hetstream.mpi_dataworkers.process.handlers import others
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
@@ -46,6 +47,64 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ShardOrder,
     Sharing,
 )
+
+# A program's own sampler, drawn ahead of the training loop, and its steps on their way to the dispatcher.
+#
+# Used by `remote_source.py`. `step_indices.LookAhead` says how far.
+
+
+class SamplerAhead:
+    """Draws a sampler's steps and sends them.
+
+    Args:
+        order: the steps.
+        first_step: where the epoch begins or is continued.
+        look_ahead: how far they may be drawn.
+    """
+
+    def __init__(self, order: ListedSteps, first_step: int, look_ahead: LookAhead) -> None:
+        self._order = order
+        self._look_ahead = look_ahead
+        self._first_step = self._next_step = first_step
+        self._end_is_sent = order.num_steps >= 0
+
+    def draw(self, client: ServiceClient, session: LoaderSession, taking: bool, as_torch: bool) -> None:
+        """Draw as far as is due, and send what was drawn.
+
+        Args:
+            client, session: to whom.
+            taking: the training loop asks for the next step now.
+            as_torch: no further than torch's own loader; data workers make no step that was not sent.
+        """
+        if self._end_is_sent:
+            return
+        order, position = self._order, session.buffer.position
+        goal = self._look_ahead.goal(position, session.window, taking, self._next_step > self._first_step, as_torch)
+        try:
+            while self._next_step < goal and order.indices(self._next_step) is not None:
+                self._next_step += 1
+        finally:  # also what it gave before it raised
+            has_ended, first_unsent = order.num_steps >= 0, session.known_steps
+            is_needed = first_unsent <= position < self._next_step
+            if has_ended or is_needed or self._next_step - first_unsent >= steps_to_gather(goal, position):
+                self._send(client, session, has_ended)
+
+    def send_again(self, client: ServiceClient, session: LoaderSession) -> None:
+        """Send all that was drawn and not taken, to a new session."""
+        self._send(client, session, self._end_is_sent)
+
+    def _send(self, client: ServiceClient, session: LoaderSession, has_ended: bool) -> None:
+        """Send what the session does not know."""
+        order = self._order
+        steps = [
+            pack_indices(indices, order.form(step))
+            for step in range(session.known_steps, self._next_step)
+            if (indices := order.indices(step)) is not None
+        ]
+        if steps or has_ended:
+            client.extend(session, steps, has_ended)
+        self._end_is_sent = has_ended
+
 
 # Data workers that are there and deliver nothing for so long are waited for no more: they may never get what torch's
 # own worker has. Until then they may come to their first step: a large dataset takes minutes.

@@ -24,14 +24,14 @@ from typing import Any
 import msgspec
 
 from hetstream.base import limits
-from hetstream.mpi_dataworkers.children import begin_child, fork_child
-from hetstream.mpi_dataworkers.config import memory_of_task_from_environment
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.loader.user_errors import rebuild_error
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Watched, describe_failure, use_one_thread
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
+from hetstream.mpi_dataworkers.process.children import begin_child, fork_child
+from hetstream.mpi_dataworkers.process.config import memory_of_task_from_environment
 from hetstream.mpi_dataworkers.wire.codec import aligned, fuse, in_one_piece, split
+from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ErrorPolicy, Failure
 
 # Of what is left, the part that the child may take: the trainer goes on meanwhile.

@@ -7,10 +7,14 @@ the samples come in the order that they have without hetstream, and the program'
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import inspect
 import itertools
 import logging
+import types
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,35 +22,205 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed
+import torch.utils.data
 from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.handlers import others
+from hetstream.mpi_dataworkers.horovod import horovod_identity
 from hetstream.mpi_dataworkers.loader.canary import Canary, Differs
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
-from hetstream.mpi_dataworkers.loader.local_source import LocalSource
-from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader, RedrawnSteps
-from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipeline, ServiceOptions
+from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader, RedrawnSteps, forks
+from hetstream.mpi_dataworkers.loader.pass_iterator import LocalSource, PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
-from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
-from hetstream.mpi_dataworkers.loader.step_indices import PartlyListedSteps
-from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in
-from hetstream.mpi_dataworkers.loader.torch_errors import is_of_sample
-from hetstream.mpi_dataworkers.loader.torch_loader import (
-    distributed_identity,
-    look_ahead_of,
-    make_connection,
-    pipeline_of,
-    torch_options,
-    why_not_streamable,
-)
-from hetstream.mpi_dataworkers.loader.waiting_workers import forks
-from hetstream.mpi_dataworkers.ops.reachable import device_of
+from hetstream.mpi_dataworkers.loader.shards import LookAhead, PartlyListedSteps, PassShards
+from hetstream.mpi_dataworkers.loader.user_errors import is_of_sample
+from hetstream.mpi_dataworkers.ops.pipeline import BatchStage, Pipeline, device_of
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
+from hetstream.mpi_dataworkers.process.config import (
+    identity_from_environment,
+    service_from_environment,
+    streams_in_process_loaders,
+)
+from hetstream.mpi_dataworkers.process.handlers import others
 from hetstream.mpi_dataworkers.wire.messages import WorkerSeeds
+
+# What a torch DataLoader asks for, in hetstream's words: its pipeline, whether it can be streamed, its connection.
+
+
+def distributed_identity() -> tuple[int, int] | None:
+    """Rank and world size of torch.distributed or Horovod, when the program has initialised one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return horovod_identity()
+
+
+def why_not_streamable(loader: Any) -> str | None:
+    """Why a torch DataLoader cannot be streamed, or None when it can."""
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return (
+            f"{type(loader.dataset).__name__} is an IterableDataset, and the start-up hook streams indexed datasets "
+            "only. To stream it, use hetstream.DataLoader"
+        )
+    if loader.num_workers == 0 and not streams_in_process_loaders():
+        return (
+            "torch promises that the program's own dataset makes these batches; set num_workers=1 or more, or "
+            "--stream-in-process-loaders, to let data workers make them"
+        )
+    if not hasattr(loader.dataset, "__len__") and loader.batch_sampler is None and loader.sampler is None:
+        return f"{type(loader.dataset).__name__} has no length and there is no sampler"
+    if loader.multiprocessing_context is not None:
+        return "multiprocessing_context asks for worker processes of this program. To stream it, leave that out"
+    return None
+
+
+# Samplers that can be drawn ahead without anybody seeing it: what they take of a shared generator, they take at their
+# first step. Only these classes themselves: a subclass may do more.
+_UNSEEN = (
+    torch.utils.data.SequentialSampler,
+    torch.utils.data.WeightedRandomSampler,
+    torch.utils.data.DistributedSampler,
+)
+# The same of accelerate, by name, as it may not be installed: a sampler, and those that choose from another's batches.
+_UNSEEN_BY_NAME = {"accelerate.data_loader.SeedableRandomSampler"}
+_CHOOSING_BY_NAME = {"accelerate.data_loader.BatchSamplerShard", "accelerate.data_loader.SkipBatchSampler"}
+
+
+def look_ahead_of(loader: Any) -> LookAhead:
+    """How far torch draws a loader's sampler ahead, and how far it can be drawn without anybody seeing it."""
+    sampler = loader._index_sampler
+    # What a sampler does at its end, after its last step, is seen: it may draw once more, or count its epochs.
+    num_unseen = len(sampler) - 1 if _is_unseen(sampler) else 0
+    return LookAhead(int(loader.prefetch_factor or 0) * int(loader.num_workers), num_unseen)
+
+
+def _is_unseen(sampler: Any) -> bool:
+    kind = type(sampler)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind is torch.utils.data.BatchSampler:
+        return _is_unseen(sampler.sampler)
+    if name in _CHOOSING_BY_NAME:
+        return _is_unseen(sampler.batch_sampler)
+    if kind is torch.utils.data.RandomSampler and sampler.generator is not None:
+        # It draws anew with replacement, and when it goes round.
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return kind in _UNSEEN or kind is torch.utils.data.RandomSampler or name in _UNSEEN_BY_NAME
+
+
+def torch_options(loader: Any) -> dict[str, Any]:
+    """Keywords of the local torch loader that runs the pipeline in process."""
+    options: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory and torch.cuda.is_available(),
+        "worker_init_fn": loader.worker_init_fn,
+        "timeout": loader.timeout,
+    }
+    if loader.num_workers > 0:
+        options |= {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "persistent_workers": loader.persistent_workers,
+        }
+    return options
+
+
+def pipeline_of(
+    loader: Any,
+    buckets: LengthBuckets | StreamBuckets | None = None,
+    batch_stage: BatchStage | None = None,
+    gpu_stage: BatchStage | None = None,
+    forward_stage: BatchStage | None = None,
+    begins: bool = True,
+) -> Pipeline:
+    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and stages.
+
+    `begins` says whether `worker_init_fn` runs: torch without worker processes does not run it.
+    """
+    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    try:
+        num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
+    except Exception:  # noqa: BLE001, user code; torch itself does not ask for a length where there is a sampler
+        num_samples = -1
+    batched = loader.batch_sampler is not None
+    return Pipeline(
+        loader.dataset,
+        loader.collate_fn,
+        num_samples,
+        loader.worker_init_fn if begins else None,
+        batched,
+        buckets=buckets if isinstance(buckets, LengthBuckets) else None,
+        stream_buckets=buckets if isinstance(buckets, StreamBuckets) else None,
+        num_workers=max(1, loader.num_workers),
+        has_workers=loader.num_workers > 0,
+        batch_stage=batch_stage,
+        gpu_stage=gpu_stage,
+        forward_stage=forward_stage,
+    )
+
+
+def say_pinning_has_no_effect(loader: Any) -> None:
+    """Warn as torch does at each iteration, for a loader of ours."""
+    if loader.pin_memory and not torch.cuda.is_available():
+        warnings.warn("pin_memory=True has no effect: this process has no GPU", UserWarning, stacklevel=4)
+
+
+def _min_window(loader: Any) -> int:
+    return max(2, int(loader.prefetch_factor or 2) * int(loader.num_workers))
+
+
+def make_connection(
+    loader: Any,
+    options: ServiceOptions,
+    buckets: LengthBuckets | StreamBuckets | None = None,
+    batch_stage: BatchStage | None = None,
+    gpu_stage: BatchStage | None = None,
+    begins: bool = True,
+) -> LoaderConnection:
+    """The connection of a loader; `options.description` is what the loader says beside its pipeline's description."""
+    pipeline = pipeline_of(loader, buckets, batch_stage, gpu_stage, begins=begins)
+    described = replace(options, description=pipeline.description() | options.description)
+    return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))
+
+
+# Calls of torch's functions from where torch calls them.
+#
+# torch gives a warning the place of the caller (`stacklevel=2`), and programs filter by it. A frame of ours would be
+# that place.
+
+
+def call_as_in(caller: Any, name: str, function: Any, *arguments: Any) -> None:
+    """Call a function as if another one did, on the line on which that one calls something of this name.
+
+    Args:
+        caller: a function of torch, also one that others have wrapped.
+        name: of an attribute.
+        function: what to call.
+        arguments: of the call.
+    """
+    caller = inspect.unwrap(caller)
+    if (line := _line_of(caller, name)) is None:
+        function(*arguments)
+        return
+    code = _call.__code__.replace(
+        co_filename=caller.__code__.co_filename, co_name=caller.__code__.co_name, co_firstlineno=line - 1
+    )
+    types.FunctionType(code, caller.__globals__)(function, arguments)
+
+
+def _line_of(caller: Any, name: str) -> int | None:
+    """The line; None where there is no such call, or nobody sees it."""
+    code = getattr(caller, "__code__", None)
+    if code is None:
+        return None
+    begins = next((each.offset for each in dis.get_instructions(code) if each.argval == name), -1)
+    return next((line for first, stop, line in code.co_lines() if first <= begins < stop), None)
+
+
+def _call(function: Any, arguments: Any) -> None:
+    function(*arguments)  # on the first line: `call_as_in` counts on it
+
 
 _log = logging.getLogger(__name__)
 _TorchIterator: Any = torch_dataloader._BaseDataLoaderIter

@@ -17,8 +17,6 @@ import torch
 from torch.utils import _pytree
 from torch.utils.data._utils import signal_handling
 
-from hetstream.mpi_dataworkers.children import go_first
-from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.loader.likeness import compare
 from hetstream.mpi_dataworkers.loader.local_workers import (
     PlainLoader,
@@ -27,15 +25,14 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
     no_collate,
 )
 from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
-from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, of_dead_process, raised_by_torch
-from hetstream.mpi_dataworkers.loader.user_errors import summary_of
-from hetstream.mpi_dataworkers.ops.acts_on_files import acts_on_files
-from hetstream.mpi_dataworkers.ops.changes import changed_by
+from hetstream.mpi_dataworkers.loader.user_errors import handed_over, of_dead_process, raised_by_torch, summary_of
+from hetstream.mpi_dataworkers.ops.changes import acts_on_files, changed_by
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, describe_failure
-from hetstream.mpi_dataworkers.ops.private_memory import PrivateMemory
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, StagedBatch, describe_failure
+from hetstream.mpi_dataworkers.ops.process_memory import PrivateMemory
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects
+from hetstream.mpi_dataworkers.process.children import go_first
+from hetstream.mpi_dataworkers.process.handlers import others
 from hetstream.mpi_dataworkers.wire.messages import Failure
 
 _signals: Any = signal_handling

@@ -19,9 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.ops.changes import change_between, state_of
 from hetstream.mpi_dataworkers.ops.origins import Origins, PassSeeds
-from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators, function_of
-from hetstream.mpi_dataworkers.ops.pipeline import LARGEST_BASE_SEED, Pipeline
-from hetstream.mpi_dataworkers.ops.reachable import holders
+from hetstream.mpi_dataworkers.ops.pipeline import LARGEST_BASE_SEED, OwnGenerators, Pipeline, function_of, holders
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 from hetstream.mpi_dataworkers.wire.messages import WorkerSeeds
 

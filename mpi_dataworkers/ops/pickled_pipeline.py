@@ -10,8 +10,6 @@ from typing import Any
 import cloudpickle
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.handlers import others
-from hetstream.mpi_dataworkers.ops.own_code import is_own
 from hetstream.mpi_dataworkers.ops.pickling import (
     RunsUserCode,
     digest_of,
@@ -21,9 +19,10 @@ from hetstream.mpi_dataworkers.ops.pickling import (
     unpickle,
 )
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.ops.process_memory import PrivatePages
 from hetstream.mpi_dataworkers.ops.program import program_of, settings_of
-from hetstream.mpi_dataworkers.ops.reached import Reached
-from hetstream.mpi_dataworkers.ops.shared_memory import PrivatePages
+from hetstream.mpi_dataworkers.ops.reached import Reached, is_own
+from hetstream.mpi_dataworkers.process.handlers import others
 from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
 

@@ -30,8 +30,8 @@ import torch
 import torch.multiprocessing.reductions
 import xxhash
 
-from hetstream.mpi_dataworkers.ops.holdings import importing
-from hetstream.mpi_dataworkers.ops.shared_memory import SharedMappings
+from hetstream.mpi_dataworkers.ops.fork_safety import importing
+from hetstream.mpi_dataworkers.ops.process_memory import SharedMappings
 from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES, Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
 

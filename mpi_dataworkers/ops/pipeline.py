@@ -9,14 +9,18 @@ once more, from the seed of the step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
 import os
 import random
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import getitem
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import msgspec
@@ -24,26 +28,361 @@ import numpy as np
 import torch
 import torch.utils.data
 from torch.utils.data._utils import pin_memory as torch_pin
+from torch.utils.data._utils import worker as torch_worker
 
-from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
-from hetstream.mpi_dataworkers.forks import ForksEndHere
+from hetstream.mpi_dataworkers.errors import FeatureError, PipelineError, SourceError
 from hetstream.mpi_dataworkers.generators import making_sample
-from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
-from hetstream.mpi_dataworkers.ops.origins import PLAIN, Origins
-from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
-from hetstream.mpi_dataworkers.ops.reachable import device_of
-from hetstream.mpi_dataworkers.ops.row_at_fault import named, place_at_fault
-from hetstream.mpi_dataworkers.ops.staged import BatchStage, run_stage
-from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
-from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
+from hetstream.mpi_dataworkers.ops.origins import PLAIN, Origins, digest_of_state
+from hetstream.mpi_dataworkers.ops.reached import is_programs, names_in
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import Indices, derive_seed
-from hetstream.mpi_dataworkers.sources.together import reads_apart
+from hetstream.mpi_dataworkers.process.children import ForksEndHere
+from hetstream.mpi_dataworkers.process.handlers import others, suppressed_others
+from hetstream.mpi_dataworkers.process.interpreter import this_interpreter
+from hetstream.mpi_dataworkers.sources.images import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
+from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
+# The batch stage: user code that gets each finished batch, after collate, in the process that has made it.
+#
+# Used by `pipeline.py`. `tree.py` takes a `StagedBatch` apart as it does any batch, so its tensors travel as tensors.
+
+BatchStage = Callable[[Any], Any]
 _pin_memory: Any = torch_pin.pin_memory
+
+
+@dataclass(frozen=True)
+class StagedBatch:
+    """What a batch stage may return: a batch for the program, and tensors that the program does not see.
+
+    Attributes:
+        batch: what the training loop gets.
+        extra: what `LoaderConnection.on_extra` gets just before.
+    """
+
+    batch: Any
+    extra: Sequence[torch.Tensor]
+
+    def pin_memory(self) -> StagedBatch:
+        """The same in pinned memory; torch's own loader calls it, in process."""
+        return StagedBatch(_pin_memory(self.batch), _pin_memory(list(self.extra)))
+
+
+def run_stage(stage: BatchStage, batch: Any, seed: int) -> Any:
+    """Run a batch stage, alike in every process: without gradients, which do not travel, and without
+    `get_worker_info()`, which is not the same everywhere.
+
+    Args:
+        stage: the stage.
+        batch: what it gets.
+        seed: of `sample_generator()`; the global generators are seeded before.
+    """
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        with torch.no_grad(), making_sample(seed):
+            return stage(batch)
+    finally:
+        torch_worker._worker_info = info
+
+
+# Which sample of a step is at fault, where what was raised names a row: a feature graph's or a source's error.
+#
+# Called by `pipeline.py`, which then leaves out that sample alone, if it leaves any out.
+
+
+def place_at_fault(error: BaseException | None, samples: Sequence[Any], make: Callable[[Any], Any]) -> int:
+    """Where the sample at fault stands among those of a step; -1 where nobody knows.
+
+    Args:
+        error: what was raised for all of them.
+        samples: they, or their indices.
+        make: does the same with a part of them; raises such an error again, or one with it as its cause.
+    """
+    if not isinstance(error, FeatureError | SourceError) or not 0 <= error.row < len(samples):
+        return -1
+    places = [error.row]
+    if isinstance(error, FeatureError):
+        if error.num_rows != len(samples):
+            return -1
+        # A collate function may sort, so that the row is another sample's.
+        places += [place for place in range(len(samples)) if place != error.row]
+    return next((place for place in places if _fails(type(error), make, samples[place : place + 1])), -1)
+
+
+def named(error: BaseException | None, sample: Any) -> None:
+    """Say of what was raised for a sample which row of which file it is, if it is a `sources.table.Row`."""
+    if error is not None and isinstance(origin := getattr(sample, "origin", None), str):
+        error.args = (f"{error}; it is {origin}",)
+
+
+def _fails(kind: type[FeatureError | SourceError], make: Callable[[Any], Any], sample: Any) -> bool:
+    """Whether one sample alone is at fault, as the only row."""
+    try:
+        make(sample)
+    except Exception as error:  # noqa: BLE001, user code
+        return any(isinstance(each, kind) and each.row == 0 for each in (error, error.__cause__))
+    return False
+
+
+# What a dataset or a collate function holds: a look through attributes, lists, tuples and dictionaries.
+
+# Looking takes a moment for each object: of a long list, which is data, only the beginning.
+_MAX_ITEMS = 1_000
+_MAX_OBJECTS = 20_000
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, np.ndarray)
+
+
+def reachable(roots: tuple[Any, ...], is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """The wanted ones among the objects that some roots hold, the near ones first, each once; not what those hold."""
+    waiting, seen = deque(roots), {id(root) for root in roots}
+    kept_alive = list(roots)  # an id belongs to one object for as long as that lives
+    while waiting:
+        found = waiting.popleft()
+        if is_wanted(found):
+            yield found
+            continue
+        for part in _parts_of(found):
+            if id(part) in seen or not _may_hold_more(part):
+                continue
+            if len(seen) < _MAX_OBJECTS:
+                seen.add(id(part))
+                kept_alive.append(part)
+                waiting.append(part)
+
+
+def _may_hold_more(part: Any) -> bool:
+    try:
+        return not (isinstance(part, _PLAIN) or inspect.isroutine(part))
+    except others():  # a proxy asks for its object, and there is none
+        return False
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        return
+    with suppressed_others():  # a proxy, as above
+        attributes = value.__dict__
+        if isinstance(attributes, dict):
+            yield from list(attributes.values())
+    # Not the methods of the user's own class, which may read a sample: looking runs nobody's code.
+    items: Iterable[Any] = ()
+    if isinstance(value, list):
+        items = list.__iter__(value)
+    elif isinstance(value, tuple):
+        items = tuple.__iter__(value)
+    elif isinstance(value, dict):
+        items = dict.values(value)
+    yield from list(itertools.islice(items, _MAX_ITEMS))
+
+
+def device_of(*roots: Any) -> str:
+    """The device of a tensor that is not in the host's memory, as `cuda:0`; "" when there is none."""
+    for tensor in reachable(roots, lambda found: isinstance(found, torch.Tensor) and found.device.type != "cpu"):
+        return str(tensor.device)
+    return ""
+
+
+def holders(root: Any) -> list[dict[Any, Any] | list[Any]]:
+    """Where the parts of an object stand: attributes, dictionaries and lists, the nearest first.
+
+    Long ones hold data; of many the first are given.
+    """
+    found: list[dict[Any, Any] | list[Any]] = []
+
+    def note(held: Any) -> bool:
+        with suppressed_others():  # a proxy, as above
+            for place in (held, getattr(held, "__dict__", None)):
+                if isinstance(place, dict | list) and len(place) <= _MAX_ITEMS:
+                    found.append(place)
+        return len(found) >= _MAX_ITEMS
+
+    next(reachable((root,), note), None)
+    return found
+
+
+# Random generators that a dataset or a collate function holds itself, as in `self.rng = np.random.default_rng()`.
+#
+# torch's worker processes each have a copy of them, so what they draw depends on how many processes there are and on
+# what each made before. Here they are seeded before each sample, as the global generators are: a sample then does not
+# depend on who makes it. In a program that only knows torch the seed follows from the generator's own state (see
+# `origins`), so the program's seeds keep their meaning, and two generators of one state draw the same numbers, as they
+# do there.
+#
+# Found are generators of `random`, NumPy and torch, and objects with `set_random_state(seed=...)` (MONAI's transforms),
+# wherever `reachable` looks, in the classes of what is there, and in globals of the program that its code names.
+
+
+class OwnGenerators:
+    """The generators that some objects hold.
+
+    Args:
+        *roots: where to look; what is attached to them later is not found.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        found: dict[int, Any] = {}
+        looked: set[int] = set()
+
+        def note(held: Any) -> bool:
+            if _is_generator(held) or _is_randomizable(held):
+                found.setdefault(id(held), held)
+                return True
+            for generator in _beside(held, looked):
+                found.setdefault(id(generator), generator)
+            return False
+
+        for _ in reachable(roots, note):
+            pass
+        self._found = list(found.values())
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._found)
+
+    def seed(self, seed: int, origins: Sequence[int] | None = None) -> None:
+        """Seed each of them, for one sample.
+
+        Args:
+            seed: 64 bits.
+            origins: of each, see `Origins.own`.
+        """
+        for place, generator in enumerate(self._found):
+            own = derive_seed(seed, place) if origins is None else derive_seed(seed ^ origins[place])
+            _seed(generator, own)
+
+    def states(self) -> list[Any]:
+        """The states that they have now, for `restore` and `digests`."""
+        return [_state_of(generator) for generator in self._found]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Give each the state back that it had."""
+        for generator, state in zip(self._found, states, strict=True):
+            _restore(generator, state)
+
+    def digests(self) -> list[int]:
+        """Of the state of each, with its kind."""
+        return [digest_of_state((type(generator).__name__, _state_of(generator))) for generator in self._found]
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give them the states back that they had."""
+        states = self.states()
+        try:
+            yield
+        finally:
+            self.restore(states)
+
+
+def _beside(held: Any, looked: set[int]) -> Iterator[Any]:
+    """Generators in the classes of an object, and in globals and closures that its code names.
+
+    Args:
+        held: the object, or a function.
+        looked: ids of classes and of code that was looked at before.
+    """
+    functions: list[Any] = [held]
+    for kind in type(held).__mro__:
+        if id(kind) not in looked and kind is not object:
+            looked.add(id(kind))
+            for value in vars(kind).values():
+                if _is_generator(value):
+                    yield value
+                functions.append(value)
+    with contextlib.suppress(Exception):  # a proxy asks for its object, and there is none
+        functions += vars(held).values()
+    for value in functions:
+        yield from _named_by(function_of(value), looked)
+
+
+def _named_by(function: FunctionType | None, looked: set[int]) -> Iterator[Any]:
+    if function is None or id(function.__code__) in looked or not is_programs(function):
+        return
+    looked.add(id(function.__code__))
+    named = [function.__globals__.get(name) for name in names_in(function.__code__)]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            named.append(cell.cell_contents)
+    for value in named:
+        if _is_generator(value):
+            yield value
+        else:
+            yield from _named_by(function_of(value), looked)
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """The function that a method, a property or a partial is made of."""
+    for _ in range(8):  # a partial of a partial
+        if isinstance(value, FunctionType):
+            return value
+        if isinstance(value, staticmethod | classmethod | MethodType):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.partial):
+            value = value.func
+        else:
+            break
+    return None
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator)
+
+
+def _is_randomizable(value: Any) -> bool:
+    method = getattr(type(value), "set_random_state", None)
+    if not inspect.isfunction(method):
+        return False
+    return "seed" in inspect.signature(method).parameters
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    else:
+        generator.set_random_state(seed=seed & 0xFFFFFFFF)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState | torch.Generator):
+        return generator.get_state()
+    return {name: _state_of(held) for name, held in _held_by(generator).items()}
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState | torch.Generator):
+        generator.set_state(state)
+    else:
+        for name, held in _held_by(generator).items():
+            # Not to a generator of its class, which other objects draw from: it was not seeded here.
+            if name in getattr(generator, "__dict__", ()) and name in state:
+                _restore(held, state[name])
+
+
+def _held_by(randomizable: Any) -> dict[str, Any]:
+    """The generators of an object with `set_random_state`, by attribute: its own, or as MONAI's its class's until it is
+    seeded."""
+    places = [*map(vars, reversed(type(randomizable).__mro__)), getattr(randomizable, "__dict__", {})]
+    return {name: value for place in places for name, value in place.items() if _is_generator(value)}
 
 
 class Watched(Protocol):

@@ -17,21 +17,65 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from hetstream.base.access import owners_of, strange_here
-from hetstream.mpi_dataworkers.config import travelling_environment
+from hetstream.base.access import owners_of, strange_here, strange_value
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.changes import TooLarge, digest_of_state
-from hetstream.mpi_dataworkers.ops.named_places import places_in, strange_variables
-from hetstream.mpi_dataworkers.ops.own_code import OURS, is_installed, is_own
-from hetstream.mpi_dataworkers.ops.process_settings import put_in_force, settings_in_force
-from hetstream.mpi_dataworkers.ops.reached import Place, Reached
+from hetstream.mpi_dataworkers.ops.reached import OURS, Place, Reached, is_installed, is_own
+from hetstream.mpi_dataworkers.ops.settings import put_in_force, settings_in_force
+from hetstream.mpi_dataworkers.process.config import travelling_environment
 from hetstream.mpi_dataworkers.wire.messages import Program
+
+# The places that the variables of an environment name, and which of them may be a stranger's on this host.
+#
+# A library loads what it finds in its cache, and a program runs what it finds on a path. Which variables name such
+# places nobody can list, so each value that is an absolute path, or several with colons between them, is looked at.
+
+
+class LeftOut(NamedTuple):
+    """A variable of which something is left out: what is kept of it, None for nothing; and why."""
+
+    name: str
+    kept: str | None
+    why: str
+
+
+def places_in(value: str) -> list[str]:
+    """The absolute paths that a value consists of; none if it holds anything else."""
+    entries = [entry for entry in value.split(os.pathsep) if entry]
+    return entries if all(entry.startswith("/") for entry in entries) else []
+
+
+def strange_variables(
+    environ: Mapping[str, str], owners_there: Callable[[str], tuple[int, ...] | None]
+) -> list[LeftOut]:
+    """The variables of this process that name what may be a stranger's on this host.
+
+    Args:
+        environ: of this process.
+        owners_there: of a place on the program's host, as `access.owners_of` has them; None for a place that its
+            environment does not name: that is of this host's own set-up, and stays.
+    """
+    found = []
+    for name, value in environ.items():
+        owners = {path: owners_there(path) for path in places_in(value)}
+        strange = {
+            path: why for path, there in owners.items() if there is not None and (why := _strange_value(path, there))
+        }
+        if strange:
+            kept = [entry for entry in value.split(os.pathsep) if entry not in strange]
+            found.append(LeftOut(name, os.pathsep.join(kept) if any(kept) else None, next(iter(strange.values()))))
+    return found
+
+
+# Once in a process: settings are put in force again and again.
+_strange_value = functools.lru_cache(maxsize=4096)(strange_value)
+
 
 _log = logging.getLogger(__name__)
 

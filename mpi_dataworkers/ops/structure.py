@@ -28,7 +28,7 @@ import torch._utils
 import torch.multiprocessing.reductions
 
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.pipeline import StagedBatch
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf
 
 # What cloudpickle knows of the classes that it has written or read by value.

@@ -9,7 +9,7 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.order.interleave import gather
-from hetstream.mpi_dataworkers.order.snapshots import is_text, pack, unpack
+from hetstream.mpi_dataworkers.order.sharding import is_text, pack, unpack
 
 VERSION = 4
 # Epoch and pass travel together as one signed 64-bit number.

@@ -11,21 +11,103 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import io
+import logging
 import re
+import sys
+import threading
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.loader.embedding_lookups import pause_all
-from hetstream.mpi_dataworkers.partitioner.bytecode import NOT_THE_PROGRAM
-from hetstream.mpi_dataworkers.partitioner.quiet import quiet
-from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured, Unseen
+from hetstream.mpi_dataworkers.loader.step_times import pause_all
+from hetstream.mpi_dataworkers.partitioner.program import METHOD, Call, Kind, Ref, place_of, references, replace_in
+from hetstream.mpi_dataworkers.partitioner.unseen import NOT_THE_PROGRAM, NotCaptured, Unseen
+
+# Keeps what torch says while it traces from the user, and the warnings of the program as they were. No side effects.
+#
+# Python shows a warning once for each line, and forgets which it has shown as soon as anybody changes the filters.
+# torch changes them as it traces, so that a program would show all of its warnings once more.
+
+_LOGGERS = tuple(logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch.fx"))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's own words to itself: what it cannot do is no warning of the program's."""
+    levels = [logger.level for logger in _LOGGERS]
+    stream = sys.stderr
+    for logger in _LOGGERS:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with unwarned(), contextlib.redirect_stderr(_OfOthers(stream)):
+            yield
+    finally:
+        for logger, level in zip(_LOGGERS, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def unwarned() -> Iterator[None]:
+    """Show no warning; afterwards the filters are as they were, and what was shown before is known as such."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ignoring())
+        inside = _version()
+        with _ignoring():
+            nested = _version()
+        to_leave = _version() - nested
+        before = inside - (nested - inside)
+        shown = [(table, dict(table)) for table in _tables() if table.get("version") == before]
+        try:
+            yield
+        finally:
+            warnings.simplefilter("ignore")  # whatever was left there
+            after = _version() + to_leave
+            stack.close()
+            for table, entries in shown:
+                table.clear()
+                table.update(entries, version=after)
+
+
+@contextlib.contextmanager
+def _ignoring() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _version() -> Any:
+    """The number of times that filters have changed: Python notes it in each table of what was shown."""
+    table: dict[Any, Any] = {}
+    warnings.warn_explicit("", UserWarning, "", 0, registry=table)
+    return table["version"]
+
+
+def _tables() -> list[dict[Any, Any]]:
+    """Python's tables of the warnings that were shown: one for each module, and one for all."""
+    modules = [vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
+    found = [names.get("__warningregistry__") for names in modules]
+    found.append(getattr(warnings, "onceregistry", None))
+    return [table for table in found if isinstance(table, dict)]
+
+
+class _OfOthers(io.TextIOBase):
+    """Standard error without what this thread writes: torch tells at length what it cannot trace."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write it, or not."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
 
 _pytree: Any = pytree
 PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
@@ -332,3 +414,144 @@ def reason_of(error: BaseException) -> str:
     where = f" ({own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]})" if own else ""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first[:200]}{where}"
+
+
+# Reads a graph of torch.compile into plain values: what goes in, what is called, what comes out.
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What goes into the graph.
+
+    Attributes:
+        name: of the value.
+        kind: what it is.
+        target: where torch.compile has it from, as text; of a constant its name in the graph.
+        argument: its number among the graph's inputs; -1 of a constant.
+    """
+
+    name: str
+    kind: Kind
+    target: str
+    argument: int
+
+
+@dataclass(frozen=True)
+class CapturedForward:
+    """The graph of a forward.
+
+    Attributes:
+        inputs: what goes in.
+        calls: its operators in the order in which they run.
+        lines: where the program calls each of them: file, line, text.
+        outputs: what comes out: a `Ref` or a plain value each.
+    """
+
+    inputs: tuple[GraphInput, ...]
+    calls: tuple[Call, ...]
+    lines: Mapping[str, tuple[str, int, str]]
+    outputs: tuple[Any, ...]
+
+
+def read(graph: Graph, kinds: Mapping[int, Kind], constant: Kind) -> CapturedForward:
+    """The graph as plain values.
+
+    Args:
+        graph: as it was traced.
+        kinds: of its inputs, by number.
+        constant: what tensors that are written in it are.
+
+    Raises:
+        NotCaptured: it has something that is no plain value.
+    """
+    inputs: list[GraphInput] = []
+    calls: list[Call] = []
+    lines: dict[str, tuple[str, int, str]] = {}
+    outputs: tuple[Any, ...] = ()
+    placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    for number, node in enumerate(placeholders):
+        if number in graph.sizes:
+            tensor, dimension = graph.sizes[number]
+            calls.append(Call(node.name, METHOD, "size", (Ref(placeholders[tensor].name), dimension), {}))
+        else:
+            inputs.append(GraphInput(node.name, kinds[number], _source(node), number))
+    for node in graph.module.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            calls.append(_call(node, graph))
+            if place := _place(node.meta.get("stack_trace") or ""):
+                lines[node.name] = place
+        elif node.op == "get_attr" and node.target in graph.constants:
+            inputs.append(GraphInput(node.name, constant, node.target, -1))
+        elif node.op == "output":
+            outputs = tuple(_values(value, graph) for value in node.args[0])
+        elif node.op not in ("placeholder", "get_attr"):
+            raise NotCaptured(f"a node {node.op} {node.target} in the graph of torch.compile")
+    return CapturedForward(tuple(inputs), tuple(calls), lines, outputs)
+
+
+def _call(node: Any, graph: Graph) -> Call:
+    args, kwargs = _values(tuple(node.args), graph), _values(dict(node.kwargs), graph)
+    if node.op == "call_method":
+        return Call(node.name, METHOD, node.target, args, kwargs)
+    place = place_of(node.target)
+    if place is None:
+        return Call(node.name, "", _name(node.target), args, kwargs, node.target)
+    return Call(node.name, *place, args, kwargs)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", None) or function)
+
+
+def _source(node: Any) -> str:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name) or str(node.name)
+
+
+def _values(argument: Any, graph: Graph) -> Any:
+    def value_of(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            if item.op == "get_attr" and item.target not in graph.constants:
+                return getattr(graph.module, str(item.target))  # a graph of its own, for an operator of higher order
+            return Ref(item.name)
+        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise NotCaptured("a size in the graph of torch.compile that nothing in it gives")
+        return item
+
+    return replace_in(_plain_containers(argument), value_of)
+
+
+def _plain_containers(value: Any) -> Any:
+    """Arguments of a node in Python's own containers."""
+    if isinstance(value, tuple | list):
+        items = [_plain_containers(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {key: _plain_containers(item) for key, item in value.items()}
+    return value
+
+
+def _place(stack: str) -> tuple[str, int, str] | None:
+    """The last place of the program in a stack, as torch.fx writes it; torch's own where there is no other."""
+    lines = stack.splitlines()
+    places = [(match, index) for index, line in enumerate(lines) if (match := PLACE.search(line))]
+    own = [place for place in places if not NOT_THE_PROGRAM.search(place[0].group(1))] or places
+    if not own:
+        return None
+    match, number = own[-1]
+    text = lines[number + 1].strip() if number + 1 < len(lines) else ""
+    return match.group(1), int(match.group(2)), text
+
+
+def on_both_sides(captured: CapturedForward) -> frozenset[str]:
+    """Numbers that follow from the sizes of what comes with the batch: each side finds them out itself."""
+    known = {each.name for each in captured.inputs if each.kind is Kind.LEAF}
+    found: set[str] = set()
+    for call in captured.calls:
+        names = references((call.args, call.kwargs))
+        of_size = (call.module, call.path) in ((METHOD, "size"), ("torch.ops", "aten.sym_size.int"))
+        of_numbers = call.module in ("_operator", "math") or call.path == "Size"
+        if (of_size and known.issuperset(names)) or (of_numbers and names and found.issuperset(names)):
+            found.add(call.name)
+    return frozenset(found)

@@ -9,12 +9,184 @@ fastest step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections import deque
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
-from hetstream.mpi_dataworkers.partitioner.min_cut import INFINITE, FlowNetwork
-from hetstream.mpi_dataworkers.partitioner.trial import LEAST_GAIN
+from hetstream.mpi_dataworkers.partitioner.program import ForwardGraph, Kind
+
+# The cheapest way to part a graph in two (Dinic's method). Pure and exact; called by `cut.py`.
+
+INFINITE = float("inf")
+# Capacities are seconds. Less than this is the rounding of sums.
+_NOTHING = 1e-15
+
+
+class FlowNetwork:
+    """Nodes and what may flow between them; nodes are whatever can be a key."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._edges_of: list[list[int]] = []
+        self._head: list[int] = []
+        self._left: list[float] = []  # an edge and its reverse stand side by side
+
+    def _number(self, node: Hashable) -> int:
+        if node not in self._numbers:
+            self._numbers[node] = len(self._edges_of)
+            self._edges_of.append([])
+        return self._numbers[node]
+
+    def add(self, tail: Hashable, head: Hashable, capacity: float) -> None:
+        """Add an edge; none is made for a capacity of 0."""
+        if capacity < 0:
+            raise ValueError(f"an edge's capacity must be at least 0, it is {capacity}")
+        if capacity == 0:
+            return
+        first, second = self._number(tail), self._number(head)
+        for start, end, amount in ((first, second, capacity), (second, first, 0.0)):
+            self._edges_of[start].append(len(self._head))
+            self._head.append(end)
+            self._left.append(amount)
+
+    def source_side(self, source: Hashable, sink: Hashable) -> set[Hashable]:
+        """The nodes on the source's side of the smallest minimum cut."""
+        start, end = self._number(source), self._number(sink)
+        while (levels := self._levels(start))[end] >= 0:
+            places = [0] * len(self._edges_of)
+            while self._push(start, end, levels, places):
+                pass
+        return {node for node, number in self._numbers.items() if levels[number] >= 0}
+
+    def _levels(self, start: int) -> list[int]:
+        levels = [-1] * len(self._edges_of)
+        levels[start] = 0
+        waiting = deque([start])
+        while waiting:
+            node = waiting.popleft()
+            for edge in self._edges_of[node]:
+                head = self._head[edge]
+                if self._left[edge] > _NOTHING and levels[head] < 0:
+                    levels[head] = levels[node] + 1
+                    waiting.append(head)
+        return levels
+
+    def _push(self, start: int, end: int, levels: list[int], places: list[int]) -> bool:
+        """Push along one path, without recursion: a forward is thousands of operators deep."""
+        path: list[int] = []
+        node = start
+        while node != end:
+            edges = self._edges_of[node]
+            while places[node] < len(edges):
+                edge = edges[places[node]]
+                if self._left[edge] > _NOTHING and levels[self._head[edge]] == levels[node] + 1:
+                    break
+                places[node] += 1
+            else:
+                if not path:
+                    return False
+                edge = path.pop()
+                node = self._head[edge ^ 1]
+                places[node] += 1
+                continue
+            path.append(edge)
+            node = self._head[edge]
+        amount = min(self._left[edge] for edge in path)
+        for edge in path:
+            self._left[edge] -= amount
+            self._left[edge ^ 1] += amount
+        return True
+
+
+# What a cut gains where it runs: blocks of steps with it and blocks without, in turn. Pure; called by `partition.py`.
+#
+# An operator's own time says what a cut should gain. What it costs the trainer to take the values in, to hand them over
+# and to ask the guards, no operator says. So both are measured by the trainer's own clock. In a block without the cut
+# data workers compute nothing of it and the model has its own forward, as if there had never been a cut.
+
+# A cut must make a step at least this much faster.
+LEAST_GAIN = 0.02
+# The first steps of a block are not counted: they pay for the change, and have batches from before.
+_NOT_COUNTED, _COUNTED = 4, 10
+# A round is a block without the cut and one with it. What is not clear after these counts as no gain.
+_MOST_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a cut pays.
+
+    Attributes:
+        pays: it does.
+        with_cut_s, without_s: the trainer's own time for a step.
+        is_clear: it is more, or less, than by how much blocks of the same kind differ.
+        reason: in words, for the user.
+    """
+
+    pays: bool
+    with_cut_s: float
+    without_s: float
+    is_clear: bool
+    reason: str
+
+
+def judged(with_cut_s: list[float], without_s: list[float]) -> Verdict:
+    """Whether a cut pays, from a step's time in each block.
+
+    Args:
+        with_cut_s: in the blocks with the cut, at least one.
+        without_s: in those without, at least one.
+    """
+    sides = with_cut_s, without_s
+    with_s, own_s = (statistics.median(side) for side in sides)
+    noise_s = statistics.median(abs(value - statistics.median(side)) for side in sides for value in side)
+    over_s = own_s - with_s - LEAST_GAIN * own_s
+    is_clear = abs(over_s) >= noise_s
+    reason = f"with the cut a step takes {1e3 * with_s:.2f} ms, without {1e3 * own_s:.2f} ms"
+    if not is_clear:
+        reason += f", and steps of the same kind differ by {1e3 * noise_s:.2f} ms"
+    return Verdict(is_clear and over_s >= 0, with_s, own_s, is_clear, reason)
+
+
+class Trial:
+    """Steps that are measured with the cut and without it, in turn.
+
+    Attributes:
+        uses_cut: whether the steps that begin now are to be ones with the cut.
+        verdict: of the trial; None as long as it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.uses_cut = True
+        self.verdict: Verdict | None = None
+        self._blocks: dict[bool, list[float]] = {True: [], False: []}
+        self._block: list[float] = []
+        self._before: tuple[float, float] | None = None
+        self._num_steps = 0  # of the block
+
+    def next_step(self, now_s: float, wait_s: float) -> None:
+        """A step begins.
+
+        Args:
+            now_s: the time.
+            wait_s: how long the trainer has waited for data in all, which is no part of a step's own time.
+        """
+        if self._before is not None and self._num_steps >= _NOT_COUNTED:
+            self._block.append(now_s - self._before[0] - (wait_s - self._before[1]))
+        self._before = now_s, wait_s
+        self._num_steps += 1
+        if len(self._block) < _COUNTED:
+            return
+        self._blocks[self.uses_cut].append(statistics.median(self._block))
+        if self.uses_cut and (rounds := len(self._blocks[False])):
+            verdict = judged(self._blocks[True], self._blocks[False])
+            if verdict.is_clear or rounds == _MOST_ROUNDS:
+                self.verdict = verdict
+                return
+        self.uses_cut = not self.uses_cut
+        self._block, self._num_steps = [], 0
+
 
 # Prices of a second of the data workers and of the wire, in seconds of the trainer.
 _DATA_PRICES = (0.0, 0.1, 0.25, 0.5, 0.8, 1.2, 2.0, 5.0)

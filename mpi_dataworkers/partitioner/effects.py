@@ -17,8 +17,7 @@ from torch.fx import Interpreter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetstream.mpi_dataworkers.partitioner.capture import Graph, reason_of
-from hetstream.mpi_dataworkers.partitioner.quiet import quiet
+from hetstream.mpi_dataworkers.partitioner.capture import Graph, quiet, reason_of
 from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
 
 _pytree: Any = pytree

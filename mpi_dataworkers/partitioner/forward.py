@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.partitioner.analysis import Analysis
 from hetstream.mpi_dataworkers.partitioner.capture import Graph, Tracer
-from hetstream.mpi_dataworkers.partitioner.deliveries import Deliveries, Delivery
-from hetstream.mpi_dataworkers.partitioner.leaves import same_bytes
+from hetstream.mpi_dataworkers.partitioner.leaves import Deliveries, Delivery, same_bytes
 from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split
 
 _log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -22,21 +23,138 @@ from typing import Any
 import torch
 
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.partitioner.analysis import Analysis, analyse, analysis_of
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection
+from hetstream.mpi_dataworkers.partitioner.analysis import FALLING_BORDERS, Analysis, Offload, analyse, analysis_of
 from hetstream.mpi_dataworkers.partitioner.capture import Graph
-from hetstream.mpi_dataworkers.partitioner.classify import Offload
-from hetstream.mpi_dataworkers.partitioner.cut import Decision, Rates
-from hetstream.mpi_dataworkers.partitioner.deliveries import Delivery
+from hetstream.mpi_dataworkers.partitioner.cut import Decision, OperatorCost, Rates, Trial, Verdict
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward
-from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
-from hetstream.mpi_dataworkers.partitioner.measure import FALLING_BORDERS
-from hetstream.mpi_dataworkers.partitioner.modules import check_module, release
-from hetstream.mpi_dataworkers.partitioner.rates import Pace, is_other, observed_rates
+from hetstream.mpi_dataworkers.partitioner.leaves import Delivery, leaves_of
 from hetstream.mpi_dataworkers.partitioner.split import unpack
-from hetstream.mpi_dataworkers.partitioner.trial import Trial, Verdict
 from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
-from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
+
+# Which modules can be partitioned. Called by `partition.py` and `unmodified.py`.
+
+
+def release(module: torch.nn.Module) -> None:
+    """Give a model that is partitioned its own forward back: the loader that feeds it last has it."""
+    if isinstance(module._compiled_call_impl, PartitionedForward):
+        module._compiled_call_impl.withdraw("another loader feeds this model now")
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Refuse modules whose forward is not one to be captured.
+
+    Raises:
+        NotCaptured: with the reason.
+    """
+    for part in module.modules():
+        call = part._compiled_call_impl
+        if hasattr(part, "_orig_mod") or (call is not None and not isinstance(call, PartitionedForward)):
+            raise NotCaptured("torch.compile compiles the model, or a part of it, which may give it other bits")
+        if isinstance(part, torch.jit.ScriptModule):
+            raise NotCaptured("the model, or a part of it, is a TorchScript module, whose forward is no Python")
+    if isinstance(module, torch.nn.DataParallel):
+        raise NotCaptured("the model is a DataParallel, which cuts each batch; use DistributedDataParallel")
+    if any(type(parameter.data) is not torch.Tensor for parameter in module.parameters()):
+        raise NotCaptured("the model's parameters are no plain tensors, as with FSDP")
+    if not module.training:
+        raise NotCaptured("the model is in eval mode; only its training is partitioned")
+
+
+# How long a loader's steps take, and the rates that a cut depends on. Pure; called by `partition.py`.
+
+# Rates are looked at after so many steps.
+STEPS_OF_A_LOOK = 100
+# Less of a change is no reason to decide again, and less of a wait is no sign that data workers are too slow.
+_SHARE_THAT_COUNTS = 0.2
+_WAIT_THAT_COUNTS = 0.1
+# The wire's rate is never quite the same.
+_RATIO_THAT_COUNTS = 1.5
+
+
+def observed_rates(
+    before: Rates, step_and_wait_s: tuple[float, float], num_data_workers: int, moved: Sequence[OperatorCost]
+) -> Rates:
+    """Rates as they are now, as if nothing were moved.
+
+    Args:
+        before: those of the last decision.
+        step_and_wait_s: a step's time, and what of it was a wait for data.
+        num_data_workers: as there are now.
+        moved: what the moved operators take.
+    """
+    period_s, wait_s = step_and_wait_s
+    step_s = max(1e-6, period_s - wait_s) + sum(cost.trainer_s for cost in moved)
+    batch_s = before.batch_s
+    all_workers_s = period_s * max(1, num_data_workers) - sum(cost.data_worker_s for cost in moved)
+    if wait_s > _WAIT_THAT_COUNTS * period_s:
+        batch_s = max(0.0, all_workers_s)  # the trainer waits, so they make batches as fast as they can
+    else:
+        batch_s = min(batch_s, max(0.0, all_workers_s))
+    return replace(before, step_s=step_s, batch_s=batch_s, num_data_workers=num_data_workers)
+
+
+def is_other(rates: Rates, before: Rates) -> bool:
+    """Whether rates differ enough to decide again."""
+    if rates.num_data_workers != before.num_data_workers:
+        return True
+    slower, faster = sorted((rates.wire_bytes_per_s, before.wire_bytes_per_s))
+    if faster > _RATIO_THAT_COUNTS * slower:
+        return True
+    pairs = (rates.step_s, before.step_s), (rates.batch_s, before.batch_s)
+    return any(abs(now - then) > _SHARE_THAT_COUNTS * max(rates.step_s, before.step_s) for now, then in pairs)
+
+
+class Pace:
+    """How long steps take, from one look at the loader's counters to the next."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_changes = 0
+        self._before: tuple[float, float] | None = None
+
+    def begin_again(self) -> None:
+        """Count from here: other steps than usual were taken."""
+        self.num_steps, self._before = 0, None
+
+    def step_and_wait(self, now: float, wait_s: float) -> tuple[float, float] | None:
+        """After each `STEPS_OF_A_LOOK` steps: a step's time, and what of it was a wait for data."""
+        self.num_steps += 1
+        if self.num_steps % STEPS_OF_A_LOOK:
+            return None
+        before, self._before = self._before, (now, wait_s)
+        if before is None:
+            return None
+        return (now - before[0]) / STEPS_OF_A_LOOK, (wait_s - before[1]) / STEPS_OF_A_LOOK
+
+
+# At which rate batches come to a loader. Called by `partition.py` and `unmodified.py`.
+
+_COPIED_BYTES = 1 << 23
+
+
+def with_wire(rates: Rates, connection: LoaderConnection) -> Rates:
+    """Rates with that at which batches come to a loader, as far as it is known.
+
+    Batches that come through shared memory are copied once, by the data worker, and so come as fast as memory is.
+    """
+    client = connection.client
+    if client is None:
+        return rates
+    measured = client.wire.bytes_per_s
+    if measured is None and client.batches_by_transport and {*client.batches_by_transport} == {"shm"}:
+        measured = _copied_bytes_per_s()
+    return rates if measured is None else replace(rates, wire_bytes_per_s=measured)
+
+
+@functools.cache
+def _copied_bytes_per_s() -> float:
+    """How fast this host copies memory."""
+    source, goal = torch.zeros(_COPIED_BYTES, dtype=torch.uint8), torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
+    started = time.perf_counter()
+    goal.copy_(source)
+    return _COPIED_BYTES / max(1e-6, time.perf_counter() - started)
+
 
 _log = logging.getLogger(__name__)
 # A forward and a backward pass take about three times a forward's time.

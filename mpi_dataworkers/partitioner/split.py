@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.pipeline import StagedBatch
+from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, on_both_sides
 from hetstream.mpi_dataworkers.partitioner.cut import Decision
-from hetstream.mpi_dataworkers.partitioner.forward_graph import CapturedForward, on_both_sides
-from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph
 from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
-from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, references, replace_in
+from hetstream.mpi_dataworkers.partitioner.program import (
+    Call,
+    ForwardGraph,
+    OperatorProgram,
+    Ref,
+    references,
+    replace_in,
+)
 
 # What an operator raises for data that it cannot work with. The trainer then runs the forward itself, and raises it.
 _OPERATOR_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)

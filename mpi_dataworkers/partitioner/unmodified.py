@@ -19,17 +19,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.config import explain_file_from_environment
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.partitioner.analysis import analyse
-from hetstream.mpi_dataworkers.partitioner.classify import Offload
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection
+from hetstream.mpi_dataworkers.partitioner.analysis import Findings, Offload, analyse
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
-from hetstream.mpi_dataworkers.partitioner.findings import Findings
 from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of, same_bytes
-from hetstream.mpi_dataworkers.partitioner.modules import check_module, release
-from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition
+from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition, check_module, release, with_wire
 from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
-from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
+from hetstream.mpi_dataworkers.process.config import explain_file_from_environment
 
 _log = logging.getLogger(__name__)
 _pytree: Any = pytree

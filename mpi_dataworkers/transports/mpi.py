@@ -12,7 +12,7 @@ until the loader has taken the batch.
 rank for which a message lies that was never received, and the launcher then kills all others. So every message is
 counted (`_Messages`), and before a rank ends it takes as many as the others have sent to it.
 
-Headers have no seal (`proof.py`): a rank and its peers are processes that one launcher has started, and who can change
+Headers have no seal (`auth.py`): a rank and its peers are processes that one launcher has started, and who can change
 what they send each other is inside the MPI library or its network. docs/decisions/0001 says what that means.
 
 Everything is sent on `COMM_WORLD`, with tags of 2^20 and more: making a communicator would have to wait for ranks that
@@ -40,9 +40,8 @@ import numpy as np
 
 from hetstream.base.installed import install_command
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
-from hetstream.mpi_dataworkers.transports.channels import ChannelSender
-from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
+from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHandshake
+from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.wire.codec import Leaf, aligned, decode, encode, in_one_piece
 from hetstream.mpi_dataworkers.wire.messages import Delivery, Hello, Message
 

@@ -14,7 +14,9 @@ what the loader's window lets through, so it is full only while the training loo
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import fcntl
 import logging
 import math
 import mmap
@@ -31,15 +33,83 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.limits import available_bytes
+from hetstream.base.process import generation
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
-from hetstream.mpi_dataworkers.transports.channels import ChannelSender
-from hetstream.mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
-from hetstream.mpi_dataworkers.transports.peer import accept_peer, is_own_user
-from hetstream.mpi_dataworkers.transports.pool import OFFSET, Pool
-from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
+from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHandshake, accept_peer, is_own_user
+from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable, ReceivedBatch
+from hetstream.mpi_dataworkers.transports.layout import Extents, find_frames, lay_out
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, Scattered, aligned, decode, encode, size_of
 from hetstream.mpi_dataworkers.wire.messages import Delivery
+
+# The memory of one connection between processes of a host: made by the loader, written by the data worker.
+#
+# Used by `shm.py`. An extent is read in place, and its offset goes back to the data worker when its last view is
+# dropped.
+
+# How an extent's offset goes back.
+OFFSET = struct.Struct("<Q")
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class Pool:
+    """A loader's side of one connection's memory. Lives until the program has dropped the last batch in it."""
+
+    def __init__(self, connection: socket.socket, capacity_bytes: int) -> None:
+        self._connection = connection
+        self._generation = generation()
+        self._unsent: collections.deque[int] = collections.deque()
+        self.descriptor = os.memfd_create("hetstream-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, capacity_bytes)
+            # Whoever could shrink the file could kill its readers.
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            mapped = mmap.mmap(self.descriptor, capacity_bytes)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._memory: _Bytes = np.frombuffer(mapped, dtype=np.uint8)
+
+    def close_descriptor(self) -> None:
+        """Once the data worker has its own."""
+        os.close(self.descriptor)
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """An extent, given back when no view of it is left.
+
+        Raises:
+            ProtocolError: it is not inside the pool.
+        """
+        if offset + num_bytes > self._memory.nbytes:
+            raise ProtocolError(f"{num_bytes} bytes at {offset} are outside the pool of {self._memory.nbytes}")
+        extent = self._memory[offset : offset + num_bytes]
+        weakref.finalize(extent, self._give_back, offset).atexit = False
+        return extent.data
+
+    def _give_back(self, offset: int) -> None:
+        """Runs where the last view of a batch is dropped, in any thread: one system call, and no lock."""
+        if generation() != self._generation:
+            return  # a forked child has dropped its copy of the program's objects
+        self._unsent.append(offset)
+        self.send_offsets()
+
+    def send_offsets(self) -> None:
+        """Send what could not be sent before; the data worker takes them off when it needs room."""
+        while self._unsent:
+            offset = self._unsent.popleft()
+            try:
+                self._connection.send(OFFSET.pack(offset), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._unsent.appendleft(offset)
+                return
+            except OSError:
+                self._unsent.clear()  # the data worker is gone, and the pool with it
+                return
+
+    def __del__(self) -> None:
+        # Closed here and not with the connection: then no thread can be about to send on it.
+        self._connection.close()
+
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +135,6 @@ _INLINE, _EXTENT, _GATHERED, _PIECES = b"I", b"E", b"G", b"P"
 _PLACE = struct.Struct("<QQ")  # offset, bytes
 _TOTAL = struct.Struct("<Q")
 _POOL = b"HETpool"
-
-_Bytes = npt.NDArray[np.uint8]
 
 
 def _name_of(address: str) -> str:

@@ -5,7 +5,7 @@ of memory. The data worker hands the kernel its tensors where they lie (sendmsg(
 buffer, a thread sends while the next batch is made. The loader receives without waiting, in the thread that also talks
 to the dispatcher, into memory that it uses again.
 
-A peer that has not proved the job's key (`proof.py`) is read a few kilobytes of and no more. The kernel watches the
+A peer that has not proved the job's key (`auth.py`) is read a few kilobytes of and no more. The kernel watches the
 connection: one that nobody answers ends by itself. It is never made again silently: a new one needs a new proof.
 """
 
@@ -14,25 +14,181 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import io
 import math
 import select
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, transport_of
-from hetstream.mpi_dataworkers.transports.channels import ChannelSender
-from hetstream.mpi_dataworkers.transports.compression import compress, decompress
-from hetstream.mpi_dataworkers.transports.extents import find_frames
-from hetstream.mpi_dataworkers.transports.peer import accept_peer, most_unproven
-from hetstream.mpi_dataworkers.transports.pieces import LENGTH, left_of, pieces_of
-from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
-from hetstream.mpi_dataworkers.transports.receive_memory import ReceiveMemory
-from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, decode, encode, in_one_piece, size_of
+from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHandshake, accept_peer, most_unproven
+from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable, ReceivedBatch, transport_of
+from hetstream.mpi_dataworkers.transports.layout import find_frames, lay_out
+from hetstream.mpi_dataworkers.wire.codec import (
+    ALIGN_BYTES,
+    Buffer,
+    Leaf,
+    aligned,
+    decode,
+    encode,
+    in_one_piece,
+    in_pieces,
+    size_of,
+)
 from hetstream.mpi_dataworkers.wire.messages import Compressed, Delivery, Message
+
+# A message on a socket: its length, and then what `extents.lay_out` makes of its frames, as pieces for sendmsg(2).
+#
+# Used by `sockets.py`. Pure; the tensors stay where they lie.
+
+LENGTH = struct.Struct("<Q")
+_PADDING = bytes(ALIGN_BYTES)
+
+
+def pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:
+    """A message as it is sent, with the tensors where they lie."""
+    sizes = [size_of(frame) for frame in frames]
+    table, offsets, total = lay_out(sizes)
+    pieces: list[Buffer] = [b"".join((LENGTH.pack(total), table, in_one_piece(frames[0])))]
+    end = len(table) + sizes[0]
+    for frame, offset, size in zip(frames[1:], offsets[1:], sizes[1:], strict=True):
+        if offset > end:
+            pieces.append(_PADDING[: offset - end])
+        if size:
+            pieces += in_pieces(frame)
+        end = offset + size
+    return pieces
+
+
+def left_of(pieces: list[Buffer], num_sent: int) -> list[Buffer]:
+    """What is left of pieces of which so many bytes were sent."""
+    for index, piece in enumerate(pieces):
+        if num_sent < len(piece):
+            return [memoryview(piece)[num_sent:], *pieces[index + 1 :]]
+        num_sent -= len(piece)
+    return []
+
+
+# The memory into which a loader receives messages. Used by `sockets.py`.
+
+# Memory that is kept for later messages although messages of other sizes come now.
+_KEEP_BYTES = 128 << 20
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class ReceiveMemory:
+    """Memory for messages, used again when the program has dropped all that lies in it: new memory costs a page fault
+    for each 4 KiB, and what was dropped last may still be in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, collections.deque[_Bytes]] = {}  # by size
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Memory of this size, given back when no view of it is left.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        # An eighth more at most, so that sizes that differ a little share.
+        unit = 1 << max(0, num_bytes.bit_length() - 4)
+        size = -(-num_bytes // unit) * unit
+        free = self._free.setdefault(size, collections.deque())
+        try:
+            whole = free.pop()
+        except IndexError:
+            if sum(size * len(unused) for size, unused in self._free.items()) > _KEEP_BYTES:
+                self._free = {size: free}
+            whole = _aligned(size)
+        part = whole[:num_bytes]
+        # Runs where the last view is dropped, in any thread; it takes no lock.
+        weakref.finalize(part, free.append, whole).atexit = False
+        return part.data
+
+
+def _aligned(num_bytes: int) -> _Bytes:
+    try:
+        return aligned(num_bytes)
+    except MemoryError as error:
+        raise ProtocolError(f"there is no memory for a message of {num_bytes} bytes: {error}") from error
+
+
+# Batches made smaller for slow networks, with Zstandard at its fastest level, where that is worth the time. Pure.
+#
+# Used by `sockets.py` on TCP when the loader asks for it. One core compresses some 100 to 300 MB/s, so it pays on links
+# of 1 Gbit/s and below, for data that is much alike (masks, token ids), and never for decoded photographs: a frame is
+# compressed only if a sample of it shrinks well.
+
+try:
+    import zstandard
+except ImportError:  # an optional extra: without it nothing is compressed
+    zstandard = None  # type: ignore[assignment]
+
+IS_AVAILABLE = zstandard is not None
+_LEVEL = 1
+# Smaller frames are not worth the call.
+_LEAST_BYTES = 16 << 10
+_SAMPLE_BYTES = 64 << 10
+# A frame is compressed if the sample shrinks to less than this.
+_WORTH_RATIO = 0.7
+
+
+def compress(frames: Sequence[Buffer]) -> tuple[list[Buffer], list[int]]:
+    """Compress the frames that shrink well.
+
+    Returns:
+        The frames to send, and for each its size before, or -1 where it is sent as it was.
+    """
+    if not IS_AVAILABLE:
+        return list(frames), [-1] * len(frames)
+    packer = zstandard.ZstdCompressor(level=_LEVEL)
+    sent: list[Buffer] = []
+    sizes = []
+    for frame in frames:
+        view = memoryview(frame)
+        start = max(0, (view.nbytes - _SAMPLE_BYTES) // 2)
+        sample = view[start : start + _SAMPLE_BYTES]
+        if view.nbytes < _LEAST_BYTES or len(packer.compress(sample)) > _WORTH_RATIO * sample.nbytes:
+            sent.append(frame)
+            sizes.append(-1)
+        else:
+            sent.append(packer.compress(view))
+            sizes.append(view.nbytes)
+    return sent, sizes
+
+
+def decompress(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer]:
+    """Undo `compress`. Takes no more memory than the announced sizes, whatever the frames hold.
+
+    Raises:
+        ProtocolError: frames and sizes do not fit, or this side cannot decompress.
+    """
+    if len(frames) != len(sizes) or not IS_AVAILABLE:
+        raise ProtocolError(f"{len(frames)} frames came with {len(sizes)} sizes before compression")
+    return [frame if size < 0 else _decompress(frame, size) for frame, size in zip(frames, sizes, strict=True)]
+
+
+def _decompress(frame: Buffer, size: int) -> memoryview:
+    try:
+        whole = aligned(size).data
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(frame)) as reader:
+            at = 0
+            while count := reader.readinto(whole[at:]):
+                at += count
+            fits = at == size and not reader.read(1)
+    except (zstandard.ZstdError, MemoryError, ValueError) as error:
+        raise ProtocolError(f"a frame of {len(frame)} bytes cannot be decompressed: {error}") from error
+    if not fits:
+        raise ProtocolError(f"a frame was to have {size} bytes after decompression, and has not")
+    return whole
+
 
 _HANDSHAKE_BYTES = 4096
 # How long either side waits for the other's part of it: a loader that is alive answers from its own thread at once.

@@ -9,15 +9,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.mpi_dataworkers.transports.base import Reconnected
 from hetstream.mpi_dataworkers.wire.messages import (
+    HEARTBEAT_S,
     AddProcess,
     Alive,
     DrainWorker,
@@ -37,14 +39,43 @@ from hetstream.mpi_dataworkers.wire.messages import (
     WorkerHeartbeat,
     WorkerRegistered,
 )
-from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
-from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
-from hetstream.mpi_dataworkers.worker.leases import HeldLeases
-from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
-from hetstream.mpi_dataworkers.worker.own_memory import OwnMemory
-from hetstream.mpi_dataworkers.worker.pickled_pipelines import PickledPipelines
-from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
-from hetstream.mpi_dataworkers.worker.watch import WorkPage
+from hetstream.mpi_dataworkers.worker.fork_server import LoadedProgram
+from hetstream.mpi_dataworkers.worker.leases import DispatcherConnection, HeldLeases
+from hetstream.mpi_dataworkers.worker.pipelines import PickledPipelines
+from hetstream.mpi_dataworkers.worker.process import ShutdownDeadlines, WorkPage
+
+# The memory that counts for this process, for its heartbeats. Called by the control thread.
+
+# Counting takes the kernel some milliseconds for each GB, in which the process can map nothing.
+_EVERY_S = 10.0
+
+
+class OwnMemory:
+    """Memory of this process that a limit of Slurm counts: its own pages and shared ones, no file's.
+
+    What several processes share, such as pages from before a fork, counts in parts (proc_pid_smaps(5), Pss): the sum
+    over the processes of a data worker is what they have together.
+    """
+
+    def __init__(self, rollup: Path = Path("/proc/self/smaps_rollup")) -> None:
+        self._rollup = rollup
+        self._read_at = float("-inf")
+        self._bytes = 0
+
+    def resident_bytes(self, now: float) -> int:
+        """What it is, read every ten seconds; 0 where the kernel does not say."""
+        if now - self._read_at >= _EVERY_S:
+            self._read_at, self._bytes = now, self._read()
+        return self._bytes
+
+    def _read(self) -> int:
+        try:
+            lines = self._rollup.read_text().splitlines()
+        except OSError:
+            return 0
+        counted = ("Pss_Anon:", "Pss_Shmem:")
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(counted))
+
 
 _log = logging.getLogger(__name__)
 

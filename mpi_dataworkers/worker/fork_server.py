@@ -2,8 +2,9 @@
 
 Python's objects can be shared by processes only as the memory of the one that has forked them. So a process that comes
 to a large pipeline asks its supervisor (`ask_to_be_forked`). That one forks a *fork server*, which loads the pipeline
-and nothing else, and compares what it holds with what it held before (`ops/holdings.py`). Where nothing is in the way,
-those who asked leave, and the fork server forks processes in their slots, now and whenever one of them dies. Else, or
+and nothing else, and compares what it holds with what it held before (`ops/fork_safety.py`). Where nothing is in the
+way, those who asked leave, and the fork server forks processes in their slots, now and whenever one of them dies. Else,
+or
 when the fork server ends, hangs or is stopped, they load the pipeline for themselves.
 
 The fork server makes no batch, has no thread and no connection. What it forks are children of the supervisor: of the
@@ -13,34 +14,343 @@ two forks that make one of them the first ends at once, and the supervisor adopt
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import logging
+import mmap
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from hetstream.mpi_dataworkers.children import (
+import msgspec
+
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.fork_safety import Holdings, importing
+from hetstream.mpi_dataworkers.ops.import_effects import without_effects
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, use_one_thread
+from hetstream.mpi_dataworkers.ops.process_memory import leave_attachments_alone
+from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
+from hetstream.mpi_dataworkers.process.children import (
     FRESH_PROCESS,
+    ForksEndHere,
     adopt_orphans,
     begin_child,
     end_group,
     fork_child,
     has_ended,
+    imported_again,
     is_signalled,
     is_stopped,
 )
-from hetstream.mpi_dataworkers.forks import ForksEndHere
-from hetstream.mpi_dataworkers.ops.holdings import Holdings
-from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
-from hetstream.mpi_dataworkers.worker.exchange import Exchange
-from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
-from hetstream.mpi_dataworkers.worker.watch import Answer, StackFile, WorkPage
+from hetstream.mpi_dataworkers.process.programs import joined, serves
+from hetstream.mpi_dataworkers.wire.messages import Program, ProvidePipeline
+from hetstream.mpi_dataworkers.wire.pipeline_transfer import buffers_in, places_of, read_into
+from hetstream.mpi_dataworkers.worker.process import Answer, StackFile, WorkPage
+
+# What a data worker process has loaded of the program that it serves.
+#
+# Used by the process that makes batches (`pipelines.py`), and by one that loads a pipeline for others, which are forked
+# from it (`fork_server.py`): they go on with the object as it was left.
 
 _log = logging.getLogger(__name__)
+
+
+def objects_bytes(pickled: PickledPipeline) -> int:
+    """Bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
+    return memoryview(pickled.blob).nbytes
+
+
+def _imports_of(program: Program) -> AbstractContextManager[None]:
+    return nullcontext() if program.knows_hetstream else without_effects()
+
+
+@contextmanager
+def _modules_of(program: Program) -> Iterator[None]:
+    """Import what the program imports.
+
+    Raises:
+        PipelineError: it cannot be imported.
+    """
+    try:
+        with _imports_of(program), imported_again(), importing():
+            yield
+    except PipelineError:
+        raise
+    except BaseException as error:  # the program's modules are imported: anything may come
+        text = f"{type(error).__name__}: {error}"
+        raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
+
+
+class OtherProgram(Exception):
+    """This process serves another program, or has loaded another version of its modules."""
+
+
+class LoadedProgram:
+    """The program of this process, and the pipeline that was loaded before it was forked, if one was.
+
+    Attributes:
+        program: that this process serves; None as long as it serves none. Other threads may read it.
+        kept_bytes: `objects_bytes` of the pipeline that was loaded before this process was forked; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        self._in_force = SettingsInForce()
+        self._said_changed = False
+        self.kept_bytes = 0
+        self._kept: tuple[PickledPipeline, Pipeline] | None = None
+
+    def enter(self, pickled: PickledPipeline) -> None:
+        """Put what the program had set when it defined a pipeline in force.
+
+        Raises:
+            PipelineError: a module of the program cannot be imported.
+        """
+        if self._in_force.is_entered(pickled.pipeline_id, pickled.settings):
+            return
+        self._in_force.program = pickled.program
+        with _modules_of(pickled.program):
+            self._in_force.enter(pickled.pipeline_id, pickled.settings)
+
+    def load(self, pickled: PickledPipeline) -> Pipeline:
+        """Be a process of a pipeline's program, under its settings, and unpickle it.
+
+        Raises:
+            OtherProgram: this process cannot.
+            PipelineError: user code failed, or a module would have changed what the running program owns.
+        """
+        program = pickled.program
+        if self.program is None:
+            enter_program(program)
+            leave_attachments_alone()
+        elif not serves(self.program, program):
+            raise OtherProgram
+        self.program = program if self.program is None else joined(self.program, program)
+        with _imports_of(program), imported_again():
+            return self._load(pickled)
+
+    def _load(self, pickled: PickledPipeline) -> Pipeline:
+        program = pickled.program
+        self.enter(pickled)
+        with _modules_of(program):
+            other = self._in_force.other_than_sent()
+        if other:
+            raise PipelineError(
+                f"{other} is another one in data workers: the program has changed it, and it does not travel"
+            )
+        changed = changed_since(program)
+        if changed and not self._said_changed:
+            self._said_changed = True
+            _log.warning(
+                "on this host the source of %s is not what the program has loaded: samples may differ until it "
+                "starts again",
+                ", ".join(changed),
+            )
+        return load_pipeline(pickled)
+
+    def keep(self, pickled: PickledPipeline) -> None:
+        """Load a pipeline for processes that are forked from this one."""
+        pipeline = self.load(pickled)
+        self.kept_bytes = objects_bytes(pickled)
+        if not pickled.buffers:  # else arrays lie in the memory in which it came
+            pickled = replace(pickled, blob=b"")
+        self._kept = pickled, pipeline
+
+    def forget(self, pipeline_id: str) -> None:
+        """A pipeline will not be entered again."""
+        self.take(pipeline_id)
+        self._in_force.forget(pipeline_id)
+
+    def take(self, pipeline_id: str) -> tuple[PickledPipeline, Pipeline] | None:
+        """The pipeline that was loaded before this process was forked: once, because samples may change it."""
+        if self._kept is None or self._kept[0].pipeline_id != pipeline_id:
+            return None
+        taken, self._kept = self._kept, None
+        return taken
+
+
+# One copy of each pickled pipeline for all processes of a data worker: fetched once, and mapped by each.
+#
+# What is shared here are bytes, never objects: each process unpickles for itself, so what a dataset opens in
+# `__setstate__` is its own. (Where it opens nothing, `fork_server.py` loads it for all.) Arrays and tensors lie in the
+# mapped memory, which a process copies page by page as it writes to it.
+#
+# The memory belongs to no name: it is made by the supervisor before it forks, and is gone with the last process. Who
+# has mapped a slot holds a lock on it, which the kernel takes away at the process's end; a slot that nobody has locked
+# is used again. A process that is stopped keeps its locks; the others do not wait for it, but fetch for themselves.
+
+_NUM_SLOTS = 16
+# A small pickled pipeline stays for processes that come later.
+_KEEP_UNUSED_BYTES = 1 << 20
+# Of a slot: the pipeline's id, written last; the bytes of the message without its contents.
+_NAME_BYTES = 64
+_LENGTH_BYTES = 8
+# Of the turn: the process that had it last.
+_PID_BYTES = 8
+_EXCHANGE_LOOK_AGAIN_S = 0.02
+
+
+class Exchange:
+    """The slots, shared by a supervisor and its children; made before the fork.
+
+    Args:
+        num_slots: pipelines that can be kept at a time; what comes when all are in use is kept by one process alone.
+    """
+
+    def __init__(self, num_slots: int = _NUM_SLOTS) -> None:
+        self._turn = os.memfd_create("hetstream-turn")
+        self._slots = [_own_memory() for _ in range(num_slots)]
+
+    @contextlib.contextmanager
+    def alone(self, should_stop: Callable[[], bool]) -> Iterator[bool]:
+        """Wait until no other process of this data worker fetches a pickled pipeline, or the one that does is stopped.
+
+        Gives:
+            Whether the others wait for this one.
+        """
+        own = _opened(self._turn)
+        try:
+            while not (turn := _locked(own, fcntl.LOCK_EX)) and not should_stop() and not self._is_held_up():
+                time.sleep(_EXCHANGE_LOOK_AGAIN_S)
+            if turn:
+                os.pwrite(own, os.getpid().to_bytes(_PID_BYTES, "little"), 0)
+            yield turn
+        finally:
+            os.close(own)
+
+    def _is_held_up(self) -> bool:
+        """Whether the process whose turn it is, or was a moment ago, does not run."""
+        return is_stopped(int.from_bytes(os.pread(self._turn, _PID_BYTES, 0), "little"))
+
+    def find(self, pipeline_id: str) -> PickledPipeline | None:
+        """Map a pickled pipeline that is here."""
+        for slot in self._slots:
+            if _name_of(slot) != pipeline_id:
+                continue
+            own = _opened(slot)
+            try:
+                if _locked(own, fcntl.LOCK_SH) and _name_of(own) == pipeline_id:
+                    return _mapped(own)
+            finally:
+                os.close(own)
+        return None
+
+    def keep(self, message: ProvidePipeline, directory: Path, shared: bool = True) -> PickledPipeline:
+        """Put a pickled pipeline here and map it. Call it inside `alone`.
+
+        Args:
+            message: as it came.
+            directory: where large pickled pipelines lie, the service's `pipelines_dir`.
+            shared: the other processes wait for this one; else it keeps the pickled pipeline for itself.
+
+        Raises:
+            HandoverFailed: its bytes cannot be had.
+        """
+        own = self._free_slot() if shared else _own_memory()
+        try:
+            _fill(own, message, directory)
+            # As `alone` holds the others back, none comes between the two locks.
+            fcntl.flock(own, fcntl.LOCK_SH)
+            return _mapped(own)
+        finally:
+            os.close(own)
+
+    def _free_slot(self) -> int:
+        """A slot that this process has locked, or memory of its own. Gives the memory of unused large ones back."""
+        free = [own for own in map(_opened, self._slots) if _locked_or_closed(own)]
+        facts = {own: os.fstat(own) for own in free}
+        chosen = min(free, key=lambda own: (facts[own].st_size > 0, facts[own].st_mtime), default=-1)
+        for own in free:
+            if own == chosen or facts[own].st_size > _KEEP_UNUSED_BYTES:
+                os.ftruncate(own, 0)
+            if own != chosen:
+                os.close(own)
+        return chosen if chosen >= 0 else _own_memory()
+
+    def give_back(self, pipeline_id: str) -> None:
+        """Free the memory of a pickled pipeline, unless a process has it mapped."""
+        for slot in self._slots:
+            if _name_of(slot) != pipeline_id:
+                continue
+            own = _opened(slot)
+            try:
+                if _locked(own, fcntl.LOCK_EX) and _name_of(own) == pipeline_id:
+                    os.ftruncate(own, 0)
+            finally:
+                os.close(own)
+
+    def close(self) -> None:
+        """Give it all back; what is mapped stays for as long as it is used."""
+        for descriptor in (self._turn, *self._slots):
+            os.close(descriptor)
+
+
+def _own_memory() -> int:
+    return os.memfd_create("hetstream-pipeline")
+
+
+def _opened(descriptor: int) -> int:
+    """Open the file anew: locks belong to an open file, and the inherited one is common to all processes."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _locked_or_closed(own: int) -> bool:
+    if _locked(own, fcntl.LOCK_EX):
+        return True
+    os.close(own)
+    return False
+
+
+def _locked(own: int, kind: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(own, kind | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _name_of(slot: int) -> str:
+    return os.pread(slot, _NAME_BYTES, 0).rstrip(b"\0").decode()
+
+
+def _fill(own: int, message: ProvidePipeline, directory: Path) -> None:
+    contents = message.contents
+    without_data = msgspec.structs.replace(contents, data=b"")
+    head = msgspec.msgpack.encode(msgspec.structs.replace(message, contents=without_data))
+    start = _start_of(len(head))
+    num_bytes = places_of(contents.sizes)[-1]
+    os.ftruncate(own, start + num_bytes)
+    with mmap.mmap(own, start + num_bytes) as whole, memoryview(whole) as view, view[start:] as room:
+        view[_NAME_BYTES : _NAME_BYTES + _LENGTH_BYTES] = len(head).to_bytes(_LENGTH_BYTES, "little")
+        view[_NAME_BYTES + _LENGTH_BYTES : _NAME_BYTES + _LENGTH_BYTES + len(head)] = head
+        read_into(room, contents, directory)
+    os.pwrite(own, message.pipeline_id.encode().ljust(_NAME_BYTES, b"\0"), 0)
+
+
+def _start_of(head_bytes: int) -> int:
+    """Where the buffers start: on a page, behind the head."""
+    return -(-(_NAME_BYTES + _LENGTH_BYTES + head_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _mapped(own: int) -> PickledPipeline:
+    """Map a full slot; what is written to the memory is seen by this process alone.
+
+    The mapping has a descriptor of the same open file, so the lock is held for as long as an array lies in the memory.
+    """
+    whole = memoryview(mmap.mmap(own, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    head_bytes = int.from_bytes(whole[_NAME_BYTES : _NAME_BYTES + _LENGTH_BYTES], "little")
+    head = whole[_NAME_BYTES + _LENGTH_BYTES :][:head_bytes]
+    message = msgspec.msgpack.decode(head, type=ProvidePipeline)
+    buffers = buffers_in(whole[_start_of(head_bytes) :], message.contents)
+    blob = buffers.pop(0) if message.contents.with_blob else message.blob
+    return PickledPipeline(message.pipeline_id, message.program, message.settings, blob, buffers, message.shared)
+
 
 # Pickled objects below this are loaded by each process: to be forked anew takes longer than their memory is worth.
 FORK_FROM_BYTES = 1 << 20

@@ -3,23 +3,174 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
-from hetstream.mpi_dataworkers.ops.shared_memory import Looking, WriteWatch
-from hetstream.mpi_dataworkers.wire.messages import Device, Failure, GrantLease, SessionSpec
+from hetstream.mpi_dataworkers.ops.process_memory import Looking, WriteWatch
+from hetstream.mpi_dataworkers.wire.messages import (
+    Device,
+    Failure,
+    FetchPipeline,
+    GrantLease,
+    ProvidePipeline,
+    SessionSpec,
+)
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
-from hetstream.mpi_dataworkers.worker.acted_process import act
-from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked, wish
-from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
-from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram, objects_bytes
-from hetstream.mpi_dataworkers.worker.pickled_pipelines import PickledPipelines
-from hetstream.mpi_dataworkers.worker.watch import Answer, WorkPage
+from hetstream.mpi_dataworkers.worker.fork_server import (
+    FORK_FROM_BYTES,
+    Exchange,
+    LoadedProgram,
+    OtherProgram,
+    ask_to_be_forked,
+    objects_bytes,
+    wish,
+)
+from hetstream.mpi_dataworkers.worker.leases import DispatcherConnection, HeldLeases, LeaseGone
+from hetstream.mpi_dataworkers.worker.process import Answer, WorkPage
+
+# Where a data worker process finds a pickled pipeline: on this host, or at the dispatcher.
+
+_log = logging.getLogger(__name__)
+
+# Who waits for a pickled pipeline looks this often whether it is still to have it.
+_LOOK_AGAIN_S = 0.5
+
+
+class PickledPipelines:
+    """Pickled pipelines for one process. The main thread finds them; those that it asks for come to the control thread.
+
+    Args:
+        exchange: pickled pipelines that this host has; None for a process that shares them with no other.
+        directory: where large pickled pipelines lie, the service's `pipelines_dir`.
+        dispatcher: has those that this host lacks.
+    """
+
+    def __init__(self, exchange: Exchange | None, directory: Path, dispatcher: DispatcherConnection) -> None:
+        self._is_shared = exchange is not None
+        self._exchange = exchange or Exchange(num_slots=0)
+        self._directory, self._dispatcher = directory, dispatcher
+        # Its lock guards all that follows.
+        self._came = threading.Condition()
+        self._messages: dict[str, ProvidePipeline] = {}
+        self._asked_for: set[str] = set()  # on their way
+        self._dropped: set[str] = set()  # used by no loader
+
+    def close(self) -> None:
+        """Give back what belongs to this process alone."""
+        if not self._is_shared:
+            self._exchange.close()
+
+    # --- of the main thread -----------------------------------------------------------------------------------------
+
+    def find(self, pipeline_id: str, is_wanted: Callable[[], bool]) -> PickledPipeline:
+        """A pickled pipeline, from bytes that this host has or that come from the dispatcher.
+
+        Raises:
+            LeaseGone: it is wanted no more.
+            HandoverFailed: its bytes cannot be had.
+        """
+        found = self._exchange.find(pipeline_id)
+        if found is None:
+            with self._exchange.alone(lambda: not is_wanted()) as is_its_turn:
+                if not is_wanted():
+                    raise LeaseGone
+                found = self._exchange.find(pipeline_id)
+                if found is None:
+                    came = self.fetch(pipeline_id, is_wanted)
+                    found = self._exchange.keep(came, self._directory, shared=is_its_turn)
+                    num_bytes = len(came.blob) + sum(came.contents.sizes)
+                    _log.info("pipeline=%s fetched for this host: %d bytes", pipeline_id[:8], num_bytes)
+        return found
+
+    def fetch(self, pipeline_id: str, is_wanted: Callable[[], bool]) -> ProvidePipeline:
+        """Ask the dispatcher for a pickled pipeline, once for each connection, and wait for it.
+
+        Raises:
+            LeaseGone: it is wanted no more.
+        """
+        with self._came:
+            if pipeline_id not in self._asked_for and pipeline_id not in self._messages:
+                self._asked_for.add(pipeline_id)
+                self._dispatcher.tell(FetchPipeline(pipeline_id))
+            while pipeline_id not in self._messages:
+                self._came.wait(_LOOK_AGAIN_S)
+                if not is_wanted():
+                    raise LeaseGone
+            return self._messages.pop(pipeline_id)
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether `take_dropped` has something; asked without the lock, at each step: the next one comes soon."""
+        return bool(self._dropped)
+
+    def take_dropped(self) -> set[str]:
+        """Pickled pipelines that no loader uses any more, since this was asked last."""
+        with self._came:
+            dropped, self._dropped = self._dropped, set()
+        return dropped
+
+    # --- of the control thread --------------------------------------------------------------------------------------
+
+    def take(self, message: ProvidePipeline) -> None:
+        """Give a pickled pipeline that came to the main thread."""
+        with self._came:
+            self._asked_for.discard(message.pipeline_id)
+            self._messages[message.pipeline_id] = message
+            self._came.notify_all()
+
+    def drop(self, pipeline_id: str) -> None:
+        """No loader uses a pickled pipeline any more."""
+        with self._came:
+            self._messages.pop(pipeline_id, None)
+            self._dropped.add(pipeline_id)
+
+    def ask_again(self) -> None:
+        """Ask another incarnation of the dispatcher for what the last one was asked for."""
+        with self._came:
+            for pipeline_id in sorted(self._asked_for):
+                self._dispatcher.tell(FetchPipeline(pipeline_id))
+
+
+# What `multiprocessing` says of a data worker process: it is a worker process of torch, or no child of a program.
+#
+# `multiprocessing` keeps this in its own variables, and hetstream, which forks by itself, asks for none of it.
+
+_process: Any = multiprocessing.process
+_own = _process._current_process, _process._parent_process
+
+
+def act(as_worker: bool, number: int) -> None:
+    """Be a worker process of torch for `multiprocessing`, or what this process is.
+
+    Such a worker is daemonic, so that a sample which starts a `multiprocessing.Process` gets the error that torch's
+    worker gives it: where a loader has no worker processes it may start them.
+
+    Args:
+        as_worker: be one.
+        number: of the data worker, which its name has.
+    """
+    if not as_worker:
+        _process._current_process, _process._parent_process = _own
+        return
+    acted: Any = multiprocessing.Process(daemon=True)
+    acted.name = f"Process-{number + 1}"
+    acted._parent_pid = parent = os.getppid()
+    acted._popen = None
+    _process._current_process = acted
+    # Readable at the end of that process, as the pipe is that multiprocessing has for it.
+    _process._parent_process = _process._ParentProcess("MainProcess", parent, os.pidfd_open(parent))
+
 
 # A pipeline that could not be loaded is loaded anew after this: what was missing may be there now.
 _LOAD_AGAIN_S = 5.0

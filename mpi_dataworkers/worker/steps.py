@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.forks import ForksEndHere
-from hetstream.mpi_dataworkers.ops.acts_on_files import acts_on_files
-from hetstream.mpi_dataworkers.ops.changes import changed_by
-from hetstream.mpi_dataworkers.ops.index_form import IndexForm
-from hetstream.mpi_dataworkers.ops.iterable import Shard
+from hetstream.mpi_dataworkers.ops.changes import acts_on_files, changed_by
+from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm, unpack_indices
 from hetstream.mpi_dataworkers.ops.pipeline import (
     MadeStep,
     Pipeline,
@@ -28,31 +28,210 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     use_one_thread,
     without,
 )
-from hetstream.mpi_dataworkers.ops.round_reader import RankReader, SharedRounds, open_shard
-from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
+from hetstream.mpi_dataworkers.ops.streams import RankReader, Shard, ShardReader, SharedRounds, open_shard
 from hetstream.mpi_dataworkers.ops.tree import flatten
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, plan_of
+from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.order.sharding import Indices, SampleSeeds
-from hetstream.mpi_dataworkers.sources.together import reads_apart
+from hetstream.mpi_dataworkers.process.children import ForksEndHere
+from hetstream.mpi_dataworkers.sources.images import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
-from hetstream.mpi_dataworkers.wire.codec import Leaf, fuse
+from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Buffer, Leaf, Parcel, fuse, shared_bytes, size_of
 from hetstream.mpi_dataworkers.wire.messages import (
     Batch,
+    Batches,
+    Delivery,
     EndOfShard,
     FinishLease,
     GrantLease,
+    ListedOrder,
     PlannedOrder,
+    Ranges,
     SessionSpec,
     ShardOrder,
 )
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
-from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
-from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
-from hetstream.mpi_dataworkers.worker.earlier import EarlierStage
-from hetstream.mpi_dataworkers.worker.gather import Gatherer
-from hetstream.mpi_dataworkers.worker.indices import indices_of, place_of
-from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
+from hetstream.mpi_dataworkers.worker.leases import DispatcherConnection, HeldLeases, LeaseGone
 from hetstream.mpi_dataworkers.worker.pipelines import Pipelines, StepFailed
-from hetstream.mpi_dataworkers.worker.watch import WorkPage
+from hetstream.mpi_dataworkers.worker.process import EarlierStage, WorkPage
+
+# Small batches that are made in quick succession leave a data worker in one message. Pure; used by `worker.py`.
+#
+# A message has its price (system calls and thread switches on both sides), whatever its size. Each step in it is still
+# a batch of its own to the loader, which takes it in or drops it by its own step and token.
+
+# What one message gathers at most: many times what its price buys in copies, little against a loader's window, and
+# below the 4 MiB from which NumPy asks for huge pages: most messages are not full.
+GATHER_BYTES = 3 << 20
+# No finished batch waits longer than this for company, if the steps go on taking as long as they do.
+GATHER_S = 0.001
+
+
+class Gatherer:
+    """What a data worker has made for one loader and not yet sent, in order.
+
+    Args:
+        room: lends memory of so many bytes from which the transport sends without a copy, or None where it has none.
+    """
+
+    def __init__(self, room: Callable[[int], memoryview | None] = lambda _: None) -> None:
+        self._lend = room
+        self._ready: list[tuple[Delivery, Sequence[Leaf]]] = []
+        self._batches: list[Batch] = []
+        self._parcel: Parcel | None = None
+        self._since = 0.0
+        self._room = 0
+
+    def place(self, buffers: Sequence[Leaf], now: float) -> list[tuple[int, int, int]]:
+        """Find places in the open message for a batch that is `add`ed next; small buffers are copied there.
+
+        Args:
+            buffers: of its tensors.
+            now: when it was made, s.
+        """
+        self._room = shared_bytes(buffers)
+        if self._parcel is not None and not self._parcel.has_room(self._room):
+            self._close()
+        if self._parcel is None:
+            self._parcel, self._since = self._new_parcel(buffers), now
+        return self._parcel.add(buffers)
+
+    def _new_parcel(self, buffers: Sequence[Leaf]) -> Parcel:
+        num_bytes = max(self._room, GATHER_BYTES)
+        # Large buffers leave from where they lie, and the transport lays them out itself.
+        are_small = all(size_of(buffer) < FUSE_BELOW_BYTES for buffer in buffers)
+        return Parcel(num_bytes, self._lend(num_bytes) if are_small else None)
+
+    def add(self, batch: Batch) -> None:
+        """Add the batch whose buffers were placed last."""
+        self._batches.append(batch)
+
+    def add_alone(self, delivery: Delivery, frames: Sequence[Leaf]) -> None:
+        """Add a message of its own, behind all that was added before."""
+        self._close()
+        self._ready.append((delivery, frames))
+
+    def due(self, now: float, step_s: float) -> list[tuple[Delivery, Sequence[Leaf]]]:
+        """Take out what is to be sent now.
+
+        Args:
+            now: the time, s.
+            step_s: what the last step took; the next one will take about as long.
+        """
+        parcel = self._parcel
+        if parcel is not None:
+            is_full = parcel.has_large or not parcel.has_room(max(1, self._room))
+            if is_full or now + step_s > self._since + GATHER_S:
+                self._close()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def rest(self) -> list[tuple[Delivery, Sequence[Leaf]]]:
+        """Take out all that is left."""
+        self._close()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _close(self) -> None:
+        if self._parcel is not None:
+            header = self._batches[0] if len(self._batches) == 1 else Batches(self._batches)
+            self._ready.append((header, self._parcel.frames()))
+            self._parcel, self._batches = None, []
+
+
+# A data worker's sliding window of finished batches, for loaders that read the same stream. Pure: no socket, no clock.
+#
+# Used by `steps.py` for sessions that share (`messages.Sharing`). What is kept is the flattened batch, ready to be sent
+# again: several jobs' copies of one step are one piece of memory. The oldest batches leave first.
+
+
+@dataclass(frozen=True)
+class CachedBatch:
+    """A flattened batch: what `ops.tree.flatten` and `codec.fuse` made of it. Nobody writes to its frames."""
+
+    num_samples: int
+    spec: bytes
+    buffers: list[tuple[int, int, int]]
+    frames: list[Buffer]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+        return len(self.spec) + sum(memoryview(frame).nbytes for frame in self.frames)
+
+
+class BatchCache:
+    """Finished batches by (share key, position), the newest that fit.
+
+    Args:
+        limit_bytes: most bytes to hold; a batch that is larger alone is not kept.
+
+    Attributes:
+        num_bytes: what it holds now.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.num_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._batches: OrderedDict[tuple[str, int], CachedBatch] = OrderedDict()
+        self._dropped: defaultdict[str, list[int]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def get(self, key: str, position: int) -> CachedBatch | None:
+        """The batch, if it is still here."""
+        return self._batches.get((key, position))
+
+    def put(self, key: str, position: int, batch: CachedBatch) -> None:
+        """Keep a batch and drop the oldest ones that no longer fit beside it."""
+        if (key, position) in self._batches:
+            return
+        self._batches[key, position] = batch
+        self.num_bytes += batch.num_bytes
+        while self.num_bytes > self._limit_bytes:
+            (old_key, old_position), old = self._batches.popitem(last=False)
+            self.num_bytes -= old.num_bytes
+            self._dropped[old_key].append(old_position)
+
+    def take_dropped(self) -> dict[str, Ranges]:
+        """Positions dropped since the last call, by share key, as ascending ranges [first, stop)."""
+        if not self._dropped:
+            return {}
+        dropped, self._dropped = self._dropped, defaultdict(list)
+        return {key: as_ranges(sorted(positions)) for key, positions in dropped.items()}
+
+
+# Which samples a leased step has. Pure; used by `steps.py`.
+
+
+def place_of(lease: GrantLease, step: int) -> tuple[int, int, int]:
+    """Epoch and step whose samples a leased step has, and its position in the stream that its session shares.
+
+    They are its own but in a shared stream in window mode, which goes on from epoch to epoch.
+    """
+    session = lease.session
+    if session.sharing is None:
+        return session.epoch, step, step
+    position = session.epoch * session.sharing.num_steps + step + lease.shift
+    return *divmod(position, session.sharing.num_steps), position
+
+
+def indices_of(
+    lease: GrantLease, epoch: int, step: int, buckets: LengthBuckets | None = None
+) -> tuple[Indices, IndexForm]:
+    """Sample indices of a step, int64, and the form in which the dataset is asked; `buckets` are the pipeline's."""
+    order = lease.session.order
+    if isinstance(order, PlannedOrder):
+        return plan_of(order, epoch, buckets if order.bucketed else None).indices(step, order.rank), INTS
+    if lease.steps is None or not isinstance(order, ListedOrder):
+        raise PipelineError(f"lease {lease.token} names no samples for step {step} of a listed order")
+    counts = np.frombuffer(lease.steps.counts, dtype="<i4")
+    number = step - lease.steps.first_step
+    first = int(counts[:number].sum())
+    numbers = np.frombuffer(lease.steps.indices, dtype="<i8")[first : first + int(counts[number])]
+    return unpack_indices(numbers, order.batched)
+
 
 _log = logging.getLogger(__name__)
 

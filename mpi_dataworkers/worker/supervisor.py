@@ -29,7 +29,9 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.children import (
+from hetstream.mpi_dataworkers.errors import ServiceEnded
+from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
+from hetstream.mpi_dataworkers.process.children import (
     END_SIGNALS,
     FRESH_PROCESS,
     HELD_SIGNALS,
@@ -40,22 +42,19 @@ from hetstream.mpi_dataworkers.children import (
     is_signalled,
     stop_at_signals,
 )
-from hetstream.mpi_dataworkers.errors import ServiceEnded
-from hetstream.mpi_dataworkers.memory import keep_freed_memory
-from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
+from hetstream.mpi_dataworkers.process.interpreter import keep_freed_memory
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, has_ended, wait_for_address_file
 from hetstream.mpi_dataworkers.wire.messages import Fate
-from hetstream.mpi_dataworkers.worker.connection import CONNECT_TIMEOUT_S
-from hetstream.mpi_dataworkers.worker.earlier import MakeEarlierStage
-from hetstream.mpi_dataworkers.worker.exchange import Exchange
-from hetstream.mpi_dataworkers.worker.fork_server import ForkServers
-from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
-from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
-from hetstream.mpi_dataworkers.worker.start import WorkerOptions, WorkerStart
-from hetstream.mpi_dataworkers.worker.watch import (
+from hetstream.mpi_dataworkers.worker.fork_server import Exchange, ForkServers, LoadedProgram
+from hetstream.mpi_dataworkers.worker.leases import CONNECT_TIMEOUT_S
+from hetstream.mpi_dataworkers.worker.process import (
     Answer,
+    MakeEarlierStage,
+    ShutdownDeadlines,
     StackFile,
     Work,
+    WorkerOptions,
+    WorkerStart,
     WorkPage,
     count_oom_kills,
     fate_of,

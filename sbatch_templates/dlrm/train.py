@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.features.collate import collate_rows
+from hetstream.mpi_dataworkers.features.batches import collate_rows
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.mpi_dataworkers.features.operators import BoxCox, Bucketize, Cast, Clamp, FillNull, SigridHash
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.sources.csv import CsvDataset
+from hetstream.mpi_dataworkers.sources.tables import CsvDataset
 
 COUNTS = [f"I{number}" for number in range(1, 14)]
 CATEGORIES = [f"C{number}" for number in range(1, 27)]

@@ -1,4 +1,4 @@
-"""The `hetstream` command: one file per verb, each with `add_arguments` and `run`.
+"""The `hetstream` command: a file for each family of verbs, with `add_VERB_arguments` and `run_VERB`.
 
 Verbs are imported only when they are called, so that reading commands start without the data plane or torch.
 Data goes to stdout, notes and errors to stderr. Exit codes: 0 done, 1 the operation failed, 2 the command line or a

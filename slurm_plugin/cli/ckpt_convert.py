@@ -10,11 +10,10 @@ from typing import Any
 
 from hetstream.base.errors import OptionsError
 from hetstream.base.installed import install_command
-from hetstream.base.text import printable
-from hetstream.checkpoint.convert.source import KINDS, Source, check_target, detect
+from hetstream.base.text import printable, size_words
+from hetstream.checkpoint.convert.dcp import KINDS, Source, check_target, detect
 from hetstream.checkpoint.disk.apart import read_apart
 from hetstream.checkpoint.errors import CheckpointError
-from hetstream.slurm_plugin.render.table import size_words
 
 EPILOG = """\
 SRC is recognised by what is in it: a directory of checkpoints, or one checkpoint in it; a directory of
@@ -37,7 +36,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_ckpt_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
     parser.description = "Turn checkpoints into other formats, and others into checkpoints."
     parser.epilog = EPILOG

@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hetstream.base.text import printable
-from hetstream.checkpoint.disk.bounds import bounded
+from hetstream.base.text import printable, size_words
 from hetstream.checkpoint.disk.checkpoint import Checkpoint
+from hetstream.checkpoint.disk.rank_file import bounded
 from hetstream.checkpoint.errors import NoCheckpoint
-from hetstream.checkpoint.flash.restore.readable import check_readable
-from hetstream.slurm_plugin.cli.ckpt_ls import as_fields, existing
-from hetstream.slurm_plugin.render.table import size_words
+from hetstream.checkpoint.flash.source import check_readable
+from hetstream.slurm_plugin.cli.ckpt import as_fields, existing
 
 EPILOG = """\
 A damaged checkpoint is marked by a file `damaged.txt` in its directory, so that no restore takes it. If a marked one is
@@ -29,7 +28,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_ckpt_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
     parser.description = "Read checkpoints, compare their checksums, and decode them as a restore does."
     parser.epilog = EPILOG

@@ -12,25 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetstream.base.errors import ConfigError, UsageError
+from hetstream.base.text import duration_words
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import (
+from hetstream.hetjob.site.client import (
     ADDRESS_VARIABLE,
     SITE_FILE,
     SiteSettings,
     TcpAddress,
     UnixAddress,
+    ask,
     parse_address,
     read_settings,
 )
-from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import Answer, AskStatus, JobStatus, Question, ShowStatus
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.watching import interval_of
+from hetstream.slurm_plugin.client.model import uid_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.users import uid_of
-from hetstream.slurm_plugin.daemon.options import DaemonOptions
-from hetstream.slurm_plugin.render.report import Column, Report, Section
-from hetstream.slurm_plugin.render.table import duration_words
+from hetstream.slurm_plugin.daemon.settings import DaemonOptions
+from hetstream.slurm_plugin.render.tables import Column, Report, Section
 
 DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
 DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))
@@ -57,7 +57,7 @@ exit codes:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = "Read the cluster again and again, keep its history, and divide data workers among jobs."
     parser.epilog = EPILOG

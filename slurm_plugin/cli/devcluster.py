@@ -40,7 +40,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_devcluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Boot real Slurm daemons with fake GPUs on this machine, beside any Slurm that is there already."
     )

@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hetstream.base.errors import UsageError
+from hetstream.base.text import size_words
 from hetstream.mpi_dataworkers.hook import environment
+from hetstream.mpi_dataworkers.partitioner.analysis import Findings
 from hetstream.mpi_dataworkers.partitioner.cut import Decision
-from hetstream.mpi_dataworkers.partitioner.findings import Findings
-from hetstream.mpi_dataworkers.partitioner.graph import Kind
+from hetstream.mpi_dataworkers.partitioner.program import Kind
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit
 from hetstream.slurm_plugin.render.forward_graph import draw
-from hetstream.slurm_plugin.render.report import Column, Report, Section
-from hetstream.slurm_plugin.render.table import size_words
+from hetstream.slurm_plugin.render.tables import Column, Report, Section
 
 EPILOG = f"""\
 The program trains for three steps, in which its forward is captured and measured, and is then ended. What it prints
@@ -32,7 +32,7 @@ examples:
 {EXIT_CODES}"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = (
         "Show which operators of a model's forward could run in data workers, what they cost, and why the others stay."

@@ -16,15 +16,15 @@ import tempfile
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.base.private import temporary_place
+from hetstream.base.files import temporary_place
 from hetstream.base.text import printable
-from hetstream.hetjob.directives import read_directives
+from hetstream.hetjob.convert.directives import read_directives
+from hetstream.hetjob.convert.sbatch_options import SbatchOptions, parse_words
+from hetstream.hetjob.convert.spec import OPTIONS
 from hetstream.hetjob.errors import ConversionError
-from hetstream.hetjob.sbatch_options import SbatchOptions, parse_words
-from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.conversion import convert_script, parse_command_line, read_script
-from hetstream.slurm_plugin.program import own_program
+from hetstream.slurm_plugin.submit.conversion import convert_script, parse_command_line, read_script
+from hetstream.slurm_plugin.submit.program import own_program
 
 # A word of the plugin's, in the two lines between which it looks for the plan.
 NONCE = "HETSTREAM_FILTER_NONCE"
@@ -42,7 +42,7 @@ exit codes: 0 convert, 3 nothing to convert, anything else: trouble. Unless it i
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)

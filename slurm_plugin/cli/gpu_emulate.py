@@ -8,14 +8,14 @@ import os
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.gpu.devices.emulated_file import PREFIX, EmulatedGpuFile, resolved
+from hetstream.hetjob.gpu.emulated_file import PREFIX, EmulatedGpuFile, resolved
 
 _MIB = 2**20
 # Numbers of bytes have 64 bits.
 _MOST = 2**40
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_gpu_emulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
     parser.description = (
         "Make a file that stands for a GPU. Programs that share it compute on one core, and count tensors "

@@ -1,4 +1,4 @@
-"""`hetstream gpu report`: tells the site daemon of this node's shared GPUs, for the packer."""
+"""`hetstream gpu report` tells the site daemon of this node's shared GPUs, `hetstream gpu exporter` Prometheus."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import threading
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
+from hetstream.base.process import sleep_in_parts
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET, coordinator_uid_of
-from hetstream.hetjob.site.address import SiteSettings, site_value
-from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.gpus import RefuseGpus, TakeGpus
-from hetstream.hetjob.site.messages import Answer
+from hetstream.hetjob.site.client import SiteSettings, ask, site_value
+from hetstream.hetjob.site.messages import Answer, RefuseGpus, TakeGpus
 from hetstream.slurm_plugin.cli.daemon import add_address, settings_of
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.report import GpuWatch, parse_numbers
+from hetstream.slurm_plugin.cli.watching import add_public_argument, address_of, interval_of
+from hetstream.slurm_plugin.coordinator.table import GpuWatch, look, parse_numbers
 
 EPILOG = """\
 It asks the coordinator each second, and tells the site daemon every 5 s how much of each GPU is in use, how much memory
@@ -41,7 +40,7 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 _log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_gpu_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
     parser.description = "Tell the site daemon how much of this node's shared GPUs is in use, until it is stopped."
     parser.epilog = EPILOG
@@ -115,3 +114,56 @@ def _numbers(text: str | None) -> dict[str, int]:
         if number.isdecimal() and name:
             found[name] = int(number)
     return found
+
+
+GPU_EXPORTER_EPILOG = """\
+It asks the coordinator once in each interval, however often it is scraped. When that does not answer,
+hetstream_gpu_up is 0. Run it as root or as the coordinator's user: others see their own processes alone.
+The metrics are at /metrics. There is no password: listen at other addresses than localhost only behind a firewall. So
+jobs and their processes are shown with --public alone.
+
+examples:
+  hetstream gpu exporter --public --listen 0.0.0.0:9419
+  hetstream gpu exporter --print             one reading, for node_exporter's textfile collector
+
+exit codes:
+  0  done (--print)
+  1  the address cannot be listened on; with --print: no coordinator answers
+  2  the command line is wrong
+"""
+
+
+def add_gpu_exporter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the action."""
+    parser.description = "Serve who is on this node's shared GPUs, and how they fare, to Prometheus. Changes nothing."
+    parser.epilog = GPU_EXPORTER_EPILOG
+    parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
+    parser.add_argument("--listen", metavar="[HOST:]PORT", default="127.0.0.1:9419", help="where (default %(default)s)")
+    add_public_argument(parser)
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=float, default=15.0, help="between readings (default %(default)g)"
+    )
+    parser.add_argument("--print", action="store_true", help="print the metrics of one reading and end")
+    parser.set_defaults(run=run_gpu_exporter)
+
+
+def run_gpu_exporter(args: argparse.Namespace) -> int:
+    """Serve until a signal, or print once."""
+    (host, port), interval_s = address_of(args), interval_of(args)
+    coordinator_uid = coordinator_uid_of()
+    # Only here: prometheus_client is an extra.
+    from hetstream.slurm_plugin.render.metrics import GpuCollector, MetricsServer
+
+    collector = GpuCollector(args.socket, coordinator_uid, public=args.public or args.print)
+    collector.read()
+    if args.print:
+        print(collector.text(), end="")
+        return 0 if collector.reading.table else 1
+    server = MetricsServer(host, port, collector)
+    print(f"metrics at {server.url}", file=sys.stderr, flush=True)
+    try:
+        while True:
+            sleep_in_parts(interval_s)
+            collector.read()
+    finally:
+        server.close()

@@ -13,23 +13,30 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
-from hetstream.hetjob.elastic.remaining_work import UsualLength
+from hetstream.hetjob.convert.render import what_runs
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
-from hetstream.hetjob.job_environment import JobEnvironment, export_lines, script_lines
-from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, choose, for_user, setting
-from hetstream.hetjob.master.keeper import keep
-from hetstream.hetjob.master.server import MasterConfig, serve, start
-from hetstream.hetjob.master.stages import GpuStage
-from hetstream.hetjob.site.link import linked
-from hetstream.hetjob.summary import read_summary, write_summary
-from hetstream.hetjob.what_runs import what_runs
-from hetstream.mpi_dataworkers.config import OFFLOADS
+from hetstream.hetjob.elastic.step_terms import UsualLength
+from hetstream.hetjob.job.ended_job import read_summary, write_summary
+from hetstream.hetjob.job.job import (
+    JOBS_DIR,
+    JOURNAL_DIR,
+    JobEnvironment,
+    choose,
+    export_lines,
+    for_user,
+    script_lines,
+    setting,
+)
+from hetstream.hetjob.master.elastic import GpuStage
+from hetstream.hetjob.master.server import MasterConfig, keep, serve, start
+from hetstream.hetjob.site.client import linked
+from hetstream.mpi_dataworkers.process.config import OFFLOADS
 from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.program import own_program, program_of
+from hetstream.slurm_plugin.submit.program import own_program, program_of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_master_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = "The job master of a converted script."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)

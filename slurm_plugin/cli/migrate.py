@@ -14,22 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.base.private import temporary_place
-from hetstream.checkpoint.disk.handover_request import living_request
-from hetstream.checkpoint.disk.ownership import history, read_owner
-from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
-from hetstream.hetjob.directives import from_command_line, read_directives, read_spec
+from hetstream.base.files import temporary_place
+from hetstream.checkpoint.disk.ownership import history, living_request, read_owner
+from hetstream.hetjob.convert.convert import AlreadyHeterogeneous, script_options
+from hetstream.hetjob.convert.directives import from_command_line, read_directives, read_spec
+from hetstream.hetjob.convert.render import without_block
+from hetstream.hetjob.convert.sbatch_options import SbatchOption, SbatchOptions, words_of
+from hetstream.hetjob.convert.spec import OPTIONS
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.render import without_block
-from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, words_of
-from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.cli.why import named_jobs
-from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.model import Job, is_own
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, submit_script
-from hetstream.slurm_plugin.client.users import is_own
-from hetstream.slurm_plugin.conversion import Conversion, convert_script, parse_command_line
-from hetstream.slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage, with_memory
-from hetstream.slurm_plugin.program import own_program
+from hetstream.slurm_plugin.submit.conversion import Conversion, convert_script, parse_command_line
+from hetstream.slurm_plugin.submit.migration import Sight, Stage, arguments_of, export_option, stage, with_memory
+from hetstream.slurm_plugin.submit.program import own_program
 
 HELP = """\
 usage: hetstream migrate JOBID [OPTIONS OF SBATCH AND HETSTREAM] [--dry-run] [--json] [--no-wait] [--timeout=S]
@@ -80,7 +78,7 @@ class _Request:
     timeout_s: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)

@@ -12,12 +12,11 @@ from dataclasses import replace
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
-from hetstream.slurm_plugin.client.hidden import sees_everything
-from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.client.users import names_of
+from hetstream.slurm_plugin.client.model import Snapshot, names_of
+from hetstream.slurm_plugin.client.read import sees_everything
+from hetstream.slurm_plugin.client.values import expand
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
-from hetstream.slurm_plugin.render.report import Report, as_csv, as_json, as_table
+from hetstream.slurm_plugin.render.tables import Report, as_csv, as_json, as_table
 
 EXIT_CODES = """\
 exit codes:

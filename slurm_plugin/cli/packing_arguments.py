@@ -13,20 +13,18 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import SITE_FILE, SiteSettings, in_site_file, read_settings
-from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.gpus import AskGpus, RefuseGpus, ShowGpus
+from hetstream.hetjob.site.client import SITE_FILE, SiteSettings, ask, in_site_file, read_settings
+from hetstream.hetjob.site.messages import AskGpus, RefuseGpus, ShowGpus
 from hetstream.slurm_plugin.cli.daemon import add_address
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, served_jobs, who_holds
+from hetstream.slurm_plugin.packing.notes import is_guarded, where
 from hetstream.slurm_plugin.packing.observe import PackingView, view
 from hetstream.slurm_plugin.packing.quota import Quotas, Verdict
-from hetstream.slurm_plugin.packing.quota_file import QuotaFile
-from hetstream.slurm_plugin.packing.tenants import QuotaView, Tenants, why_not_upgraded
-from hetstream.slurm_plugin.packing.words import is_guarded, where
+from hetstream.slurm_plugin.packing.quota_file import QuotaFile, QuotaView, Tenants, why_not_upgraded
 
 PARTITIONS_VARIABLE, QUOTAS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS", "HETSTREAM_QUOTAS"
 QOS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_QOS"

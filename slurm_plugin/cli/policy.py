@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from hetstream.base.errors import UsageError
-from hetstream.base.text import printable, shortened
+from hetstream.base.text import duration_words, printable, shortened
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import SiteSettings
+from hetstream.hetjob.site.client import SiteSettings
 from hetstream.hetjob.site.messages import (
     AskPolicy,
     DecisionTaken,
@@ -26,13 +26,11 @@ from hetstream.hetjob.site.messages import (
 from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.cli.daemon import add_address, asked, settings_of
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
+from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
-from hetstream.slurm_plugin.policy.caps import EVERYBODY
-from hetstream.slurm_plugin.policy.choices import POLICIES
-from hetstream.slurm_plugin.render.remaining import remaining_words
-from hetstream.slurm_plugin.render.report import Column, Report, Section
-from hetstream.slurm_plugin.render.table import duration_words
+from hetstream.slurm_plugin.policy.policies import POLICIES
+from hetstream.slurm_plugin.policy.rules import EVERYBODY
+from hetstream.slurm_plugin.render.tables import Column, Report, Section, remaining_words
 
 EPILOG = """\
 share    weighted max-min fairness of CPUs, with GPUs as the weight: needs no measurement and trusts none (the default)
@@ -64,7 +62,7 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 _LONGEST_NAME = 256
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = "Show, set and explain how the site daemon divides data workers among jobs."
     parser.epilog = EPILOG

@@ -7,28 +7,46 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Collection, Sequence
+import sys
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from http import HTTPStatus
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from hetstream.base.errors import UsageError
+from hetstream.base.text import duration
+from hetstream.base.web import Document
+from hetstream.slurm_plugin.cli.cluster_source import (
+    add_fresh_argument,
+    add_prices_argument,
+    prices_of,
+    read_cluster,
+    shared_gpus,
+)
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
-from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
-from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster, shared_gpus
 from hetstream.slurm_plugin.cli.util import parse_time
-from hetstream.slurm_plugin.client.hidden import hidden_by
-from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
+from hetstream.slurm_plugin.cli.watching import (
+    add_watch_arguments,
+    address_of,
+    interval_of,
+    refuse_hidden,
+    watched_cluster,
+)
+from hetstream.slurm_plugin.client.read import hidden_by
+from hetstream.slurm_plugin.insight.observation import KEEP_S, History, Monitor, Observation, Reading, Sample, observe
+from hetstream.slurm_plugin.insight.prices import Prices
+from hetstream.slurm_plugin.insight.shared_gpus import for_everybody
 from hetstream.slurm_plugin.insight.spending import hourly, spent
-from hetstream.slurm_plugin.insight.wait_shares import wait_shares
-from hetstream.slurm_plugin.prices import Prices
-from hetstream.slurm_plugin.render.page import page
-from hetstream.slurm_plugin.render.report import Column, Report, Section, duration
-from hetstream.slurm_plugin.render.shared_gpus import shared_gpu_sections
+from hetstream.slurm_plugin.insight.utilisation import SharesAside, wait_shares
+from hetstream.slurm_plugin.render.charts import shared_gpu_sections
+from hetstream.slurm_plugin.render.page import page, serve_documents, unavailable
+from hetstream.slurm_plugin.render.tables import Column, Report, Section, as_json
 
-EPILOG = f"""\
+REPORT_EPILOG = f"""\
 The page is one file: it has no script and loads nothing from elsewhere. It names users and jobs, so mind whom you send
 it to; where Slurm hides something from some users (PrivateData, MCSPlugin), its mode is 0600. With --history the
 reading is added to a SQLite file, and the page draws the curves of all readings in it. The file keeps 92 days.
@@ -43,10 +61,10 @@ examples:
 DEFAULT_START = "now-7days"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = "Show fragmentation, queueing delay by cause and utilisation, now and over time."
-    parser.epilog = EPILOG
+    parser.epilog = REPORT_EPILOG
     parser.add_argument("--html", metavar="FILE", help="write the page there")
     add_history_argument(parser)
     parser.add_argument(
@@ -55,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prices_argument(parser)
     add_fresh_argument(parser)
     add_output_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_report)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
     """Read the cluster once, and write."""
     check_page(args.html, ())
     prices = prices_of(args)
@@ -71,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if history:
             history.append(seen.sample)
             samples = history.since(start_s) or samples
-    report = report_of(seen, samples if args.json else (), prices)
+    report = report_report(seen, samples if args.json else (), prices)
     if args.html:
         hidden = hidden_by(snapshot.config)
         write_whole(Path(args.html), page(seen, samples, prices), 0o600 if hidden else 0o666)
@@ -82,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def report_of(seen: Observation, samples: Sequence[Sample], prices: Prices | None = None) -> Report:
+def report_report(seen: Observation, samples: Sequence[Sample], prices: Prices | None = None) -> Report:
     """The same figures as tables and JSON.
 
     Args:
@@ -192,3 +210,146 @@ _COLUMNS = (
     Column("mean_s", "MEAN WAIT", duration),
     Column("longest_s", "LONGEST", duration),
 )
+
+
+# `hetstream serve`: the page of `hetstream report`, live.
+
+SERVE_EPILOG = """\
+The page is at /, the figures of now are at /data.json. It reads the cluster once in each interval, however many look,
+and changes nothing. It names users and jobs, and has no password: from another machine use
+ssh -L 8418:localhost:8418 HOST. So it ends where Slurm hides jobs, nodes, partitions or reservations from some users
+(PrivateData, MCSPlugin), and leaves out how jobs fare on shared GPUs, unless --public is given. Without --history it
+shows what it has seen since its start.
+
+examples:
+  hetstream serve
+  hetstream serve --listen 8500 --history ~/cluster.sqlite --start now-1day
+
+exit codes:
+  1  the address cannot be listened on, the history cannot be used, or Slurm hides what would be served
+  2  the command line is wrong
+"""
+
+# Before the first reading.
+REFRESH_EARLY_S = 2
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb."""
+    parser.description = "Serve the page of hetstream report, made anew at each --interval."
+    parser.epilog = SERVE_EPILOG
+    add_watch_arguments(parser, "127.0.0.1:8418")
+    parser.add_argument(
+        "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the history (default %(default)s)"
+    )
+    add_prices_argument(parser)
+    parser.set_defaults(run=run_serve)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    (host, port), interval_s = address_of(args), interval_of(args)
+    start_s = parse_time("--start", args.start, time.time())
+    prices = prices_of(args)
+    with ExitStack() as undo:
+        history = undo.enter_context(History(Path(args.history))) if args.history else None
+        samples: deque[Sample] = deque(history.since(start_s) if history else ())
+        shown: Mapping[str, Document] = documents(Reading(error="It has not been asked yet."), [], REFRESH_EARLY_S)
+        server = serve_documents(host, port, lambda: shown)
+        undo.callback(server.close)
+        print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
+        shared = shared_gpus if args.public else lambda: for_everybody(shared_gpus())
+        monitor = Monitor(watched_cluster(args), SharesAside(), history, shared)
+        for reading in monitor.readings(interval_s):
+            if reading.observation:
+                refuse_hidden(args, reading.observation.snapshot)
+                if samples and samples[-1].taken_s == reading.observation.sample.taken_s:
+                    samples.pop()  # the site daemon has not read the cluster anew since
+                samples.append(reading.observation.sample)
+                now_s = samples[-1].taken_s
+                start_s = max(now_s - KEEP_S, parse_time("--start", args.start, now_s))
+                while samples[0].taken_s < start_s and len(samples) > 1:
+                    samples.popleft()
+            shown = documents(reading, list(samples), round(interval_s), prices)
+    return 0
+
+
+def documents(
+    reading: Reading, samples: list[Sample], refresh_s: int, prices: Prices | None = None
+) -> Mapping[str, Document]:
+    """What is served after a reading."""
+    seen = reading.observation
+    if seen is None:
+        error = Document(
+            "text/html; charset=utf-8", unavailable(reading.error, refresh_s), HTTPStatus.SERVICE_UNAVAILABLE
+        )
+        return {"/": error, "/data.json": Document("text/plain", f"{reading.error}\n", HTTPStatus.SERVICE_UNAVAILABLE)}
+    return {
+        "/": Document("text/html; charset=utf-8", page(seen, samples, prices, refresh_s)),
+        "/data.json": Document("application/json", as_json(report_report(seen, (), prices))),
+    }
+
+
+# `hetstream exporter`: the cluster's figures for Prometheus.
+
+EXPORTER_EPILOG = """\
+It reads the cluster once in each interval, however often it is scraped. Where the site has a daemon, it takes the last
+reading of that, unless --fresh is given. When slurmctld does not answer, hetstream_up is 0, hetstream_read_errors_total
+counts it by its kind, the reason is in the log, and the next interval tries again.
+The metrics are at /metrics, in Prometheus's format or OpenMetrics's. There is no password: listen at other addresses
+than localhost only behind a firewall. Where Slurm hides jobs, nodes, partitions or reservations from some users
+(PrivateData, MCSPlugin) it ends, unless --public is given.
+
+examples:
+  hetstream exporter
+  hetstream exporter --listen 0.0.0.0:9418 --history /var/lib/hetstream/history.sqlite
+  hetstream exporter --print             one reading, for node_exporter's textfile collector
+  hetstream exporter --dashboard         a dashboard to import into Grafana
+
+exit codes:
+  0  done (--print, --dashboard)
+  1  the address cannot be listened on, the history cannot be used, or Slurm hides what would be served; with --print:
+     Slurm could not be asked
+  2  the command line is wrong
+"""
+DASHBOARD = Path(__file__).parents[1] / "dashboard.json"
+
+
+def add_exporter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb."""
+    parser.description = (
+        "Serve the cluster's allocation, fragmentation and pending causes to Prometheus. Changes nothing."
+    )
+    parser.epilog = EXPORTER_EPILOG
+    add_watch_arguments(parser, "127.0.0.1:9418")
+    once = parser.add_mutually_exclusive_group()
+    once.add_argument("--print", action="store_true", help="print the metrics of one reading and end")
+    once.add_argument("--dashboard", action="store_true", help="print a Grafana dashboard of these metrics and end")
+    parser.set_defaults(run=run_exporter)
+
+
+def run_exporter(args: argparse.Namespace) -> int:
+    """Serve until a signal, or print once."""
+    if args.dashboard:
+        print(DASHBOARD.read_text(), end="")
+        return 0
+    (host, port), interval_s = address_of(args), interval_of(args)
+    # Only here: prometheus_client is an extra.
+    from hetstream.slurm_plugin.render.metrics import ClusterCollector, MetricsServer
+
+    with ExitStack() as undo:
+        history = undo.enter_context(History(Path(args.history))) if args.history else None
+        monitor = Monitor(watched_cluster(args), SharesAside(), history)
+        collector = ClusterCollector()
+        if args.print:
+            collector.reading = monitor.read()
+            print(collector.text(), end="")
+            return 0 if collector.reading.observation else 1
+        server = MetricsServer(host, port, collector)
+        undo.callback(server.close)
+        print(f"metrics at {server.url}", file=sys.stderr, flush=True)
+        for reading in monitor.readings(interval_s):
+            if reading.observation:
+                refuse_hidden(args, reading.observation.snapshot)
+            collector.reading = reading
+    return 0

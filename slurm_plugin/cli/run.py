@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.local import LocalConfig, run_local
-from hetstream.hetjob.summary import summary_line
-from hetstream.mpi_dataworkers.config import OFFLOADS
+from hetstream.hetjob.job.ended_job import summary_line
+from hetstream.hetjob.master.local import LocalConfig, run_local
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.slurm_plugin.program import own_program
+from hetstream.mpi_dataworkers.process.config import OFFLOADS
+from hetstream.slurm_plugin.submit.program import own_program
 
 EPILOG = """\
 The program's exit code is passed on (128 + N when signal N ended it), and so are its signals.
@@ -29,7 +29,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = (
         "Run a program whose torch DataLoader streams from data workers on this host. The program needs no change."

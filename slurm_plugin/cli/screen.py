@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from hetstream.base.errors import UsageError
-from hetstream.base.signals import sleep_in_parts
+from hetstream.base.process import sleep_in_parts
 
 Seen = TypeVar("Seen", bound=msgspec.Struct)
 

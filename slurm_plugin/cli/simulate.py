@@ -14,24 +14,20 @@ from pathlib import Path
 import numpy as np
 
 from hetstream.base.errors import UsageError
-from hetstream.base.text import printable
-from hetstream.slurm_plugin.cli.input_files import read_text
+from hetstream.base.text import percent, printable
+from hetstream.slurm_plugin.cli.cluster_source import add_prices_argument, prices_of, read_text
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
-from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.report import check_page, write_whole
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
+from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
-from hetstream.slurm_plugin.placement.choices import CHOICES
-from hetstream.slurm_plugin.policy.caps import EVERYBODY
-from hetstream.slurm_plugin.policy.choices import POLICIES, Rules
-from hetstream.slurm_plugin.render.report import Column, Report, Section, percent
+from hetstream.slurm_plugin.placement.placement import CHOICES
+from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
+from hetstream.slurm_plugin.policy.rules import EVERYBODY
 from hetstream.slurm_plugin.render.simulation import hours, simulation_page
-from hetstream.slurm_plugin.simulate.cluster import Cluster, of_nodes, parse
-from hetstream.slurm_plugin.simulate.comparison import BASELINES, PACKED, RULES, Compared, as_plain, compare
-from hetstream.slurm_plugin.simulate.lines import MOST
-from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
-from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
+from hetstream.slurm_plugin.render.tables import Column, Report, Section
+from hetstream.slurm_plugin.simulate.metrics import BASELINES, PACKED, RULES, Compared, as_plain, compare
+from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions, ReplayError, replay
 from hetstream.slurm_plugin.simulate.scenario import (
     MOST_SIGMA,
     CapOptions,
@@ -44,7 +40,7 @@ from hetstream.slurm_plugin.simulate.scenario import (
 )
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions
 from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, Trace, read_openb_nodes, read_trace
-from hetstream.slurm_plugin.simulate.workload import Workload
+from hetstream.slurm_plugin.simulate.workload import MOST, Cluster, Workload, of_nodes, parse
 
 EPILOG = f"""\
 A site's own month, on its own nodes, under each policy; what really happened is replayed first, and the error of that
@@ -84,7 +80,7 @@ _SAMPLES = 200
 _SPANS = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = "Replay jobs on a cluster under each policy and each discipline of the queue, and compare."
     parser.epilog = EPILOG

@@ -10,6 +10,8 @@ from datetime import datetime
 from typing import Any
 
 from hetstream.base.errors import UsageError
+from hetstream.base.text import duration, percent
+from hetstream.slurm_plugin.cli.cluster_source import add_fresh_argument, add_prices_argument, prices_of, read_cluster
 from hetstream.slurm_plugin.cli.output import (
     EXIT_CODES,
     accounting_notes,
@@ -18,14 +20,13 @@ from hetstream.slurm_plugin.cli.output import (
     emit,
     meta_of,
 )
-from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
-from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.counted import counted
-from hetstream.slurm_plugin.client.held import without_types
 from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.read import without_types
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
+from hetstream.slurm_plugin.insight.prices import Prices
 from hetstream.slurm_plugin.insight.utilisation import (
     BY,
     Utilisation,
@@ -34,11 +35,10 @@ from hetstream.slurm_plugin.insight.utilisation import (
     share,
     together,
     utilisation,
+    wait_shares,
     with_shared_cpus,
 )
-from hetstream.slurm_plugin.insight.wait_shares import wait_shares
-from hetstream.slurm_plugin.prices import Prices
-from hetstream.slurm_plugin.render.report import Column, Report, Section, duration, percent
+from hetstream.slurm_plugin.render.tables import Column, Report, Section
 
 EPILOG = f"""\
 Times are written as for sacct: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. HOURS are those that jobs
@@ -59,7 +59,7 @@ examples:
 DEFAULT_START = "now-1day"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_util_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = "Show allocated and effective utilisation of CPUs and GPUs over a window of time."
     parser.epilog = EPILOG

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 from hetstream.base.errors import ConfigError, UsageError
-from hetstream.mpi_dataworkers.config import metrics_address
+from hetstream.mpi_dataworkers.process.config import metrics_address
+from hetstream.slurm_plugin.cli.cluster_source import add_fresh_argument, cluster_of
 from hetstream.slurm_plugin.cli.output import add_history_argument
-from hetstream.slurm_plugin.cli.reading import add_fresh_argument, cluster_of
-from hetstream.slurm_plugin.client.hidden import hidden_by
 from hetstream.slurm_plugin.client.model import Cluster, Snapshot
+from hetstream.slurm_plugin.client.read import hidden_by
 from hetstream.slurm_plugin.errors import ServeError
-from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S
+from hetstream.slurm_plugin.insight.observation import MIN_INTERVAL_S
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser, listen: str) -> None:

@@ -12,23 +12,22 @@ from typing import Any
 import msgspec
 
 from hetstream.base.errors import UsageError
-from hetstream.base.text import printable
+from hetstream.base.text import duration, printable
 from hetstream.hetjob.master.controller_state_file import Told
+from hetstream.slurm_plugin.cli.cluster_source import add_fresh_argument, read_cluster_or_jobs
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
-from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster_or_jobs
-from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import REVOKED, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.values import compress
 from hetstream.slurm_plugin.errors import UnknownJob
-from hetstream.slurm_plugin.insight.het_job import explain_together
-from hetstream.slurm_plugin.insight.job_names import find_jobs
+from hetstream.slurm_plugin.insight.het_job import explain_together, find_jobs
 from hetstream.slurm_plugin.insight.lacking import NOT_LOOKED_AT, Blocker, memory_words
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
-from hetstream.slurm_plugin.insight.shapes import gres_in_doubt, gres_words
-from hetstream.slurm_plugin.insight.told_by_job import told_by_job
+from hetstream.slurm_plugin.insight.node_table import gres_in_doubt, gres_words
+from hetstream.slurm_plugin.insight.proposals import told_by_job
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation, Verdict
-from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, partition_words
+from hetstream.slurm_plugin.render.tables import Column, Report, Row, Section, partition_words
 
 EPILOG = f"""\
 The explanation is worked out from what is free now. It does not look at licenses, topology and constraints that
@@ -44,7 +43,7 @@ examples:
 {EXIT_CODES}"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = (
         "Say what a pending job waits for: CPUs, GPUs, memory, several nodes at once, another job's "

@@ -6,23 +6,76 @@ where that is gathered. Without, slurmctld knows the jobs that run, and those th
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 import time
+import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
+
+from hetstream.base import typed_json
+from hetstream.hetjob.convert.sbatch_options import time_limit_s
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.sbatch_options import time_limit_s
-from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.held import gpus_by_type, untyped_share
-from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.jobstats import told_by_jobstats
+from hetstream.hetjob.job.find_service import JobPlace
+from hetstream.hetjob.job.job import jobs_dir_in
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot, gpu_share, total
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, job_format, new_separators, parse_rows
-from hetstream.slurm_plugin.client.read import plain_environ
+from hetstream.slurm_plugin.client.read import gpus_by_type, plain_environ, untyped_share
 from hetstream.slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
-from hetstream.slurm_plugin.client.values import local_time, moment, text_or_empty, tres
+from hetstream.slurm_plugin.client.values import expand, local_time, moment, parse_gres, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
+
+# What jobstats has written into a job's AdminComment: how busy its GPUs were, and its CPU time. Pure; reads only.
+#
+# jobstats (Princeton's) puts `JS1:` and a compressed JSON document there when a job ends; operators alone can write it.
+
+_MARK = "JS1:"
+# A job of a thousand nodes has less; what unpacks to more is none of it.
+_MAX_BYTES = 4 << 20
+
+
+class _Node(msgspec.Struct):
+    total_time: float = 0.0
+    gpu_utilization: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class _Document(msgspec.Struct):
+    nodes: dict[str, _Node]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was measured.
+
+    Attributes:
+        gpu_share: how busy the job's GPUs were on average, 0 to 1; None if it had none.
+        cpu_used_s: CPU time of its processes.
+    """
+
+    gpu_share: float | None
+    cpu_used_s: float
+
+
+def told_by_jobstats(comment: str) -> Told | None:
+    """Read an AdminComment; None for what is not jobstats', or was too short to measure (`JS1:Short`, `JS1:None`)."""
+    if not comment.startswith(_MARK):
+        return None
+    try:
+        unpack = zlib.decompressobj(wbits=31)  # gzip
+        text = unpack.decompress(base64.b64decode(comment.removeprefix(_MARK), validate=True), _MAX_BYTES)
+        if not unpack.eof:
+            return None
+        nodes = typed_json.decode(text, _Document).nodes.values()
+    except (binascii.Error, ValueError, zlib.error, msgspec.DecodeError):
+        return None
+    busy = [percent for node in nodes for percent in node.gpu_utilization.values()]
+    share = min(1.0, max(0.0, sum(busy) / len(busy) / 100)) if busy else None
+    return Told(share, sum(node.total_time for node in nodes))
+
 
 SACCT_FIELDS = (
     "JobIDRaw", "DBIndex", "User", "Account", "Partition", "State", "Submit", "Start", "End", "ElapsedRaw", "Suspended",
@@ -381,3 +434,65 @@ def _in_queue(job: Job, gpus_known: bool, times: Times, now_s: float) -> Usage:
         gpu_types_known=job.gpu_types_known,
         cpu_share=job.cpu_share,
     )
+
+
+# Where Slurm says that a job works, from any number that names a part of it: squeue while it remembers, then sacct.
+
+# Ids, states and users hold no blank, so what follows the fourth one is the directory, whatever is in it.
+_SQUEUE = ("squeue", "--noheader", "--states=all", "--format=%i %A %T %u %Z")
+_COMPANION = re.compile(r"(?:^|\s)hets:trainer=(\d+)(?:\s|$)")
+
+
+def job_place(job: str, environ: Mapping[str, str]) -> JobPlace:
+    """Where a job is, which `N`, `N+COMPONENT`, `N_TASK` or the number of a companion names.
+
+    Raises:
+        SlurmCommandError: Slurm does not know it, or does not answer.
+    """
+    try:
+        shown = run_slurm([*_SQUEUE, f"--jobs={job}"], env=environ, hint="Check: squeue --me").stdout
+        found = parse_place(shown)
+        if found is None:
+            argv = [*_SQUEUE, f"--jobs={job}"]
+            raise SlurmCommandError(argv, 0, shown, "Invalid job id specified", "Check: squeue --me")
+    except SlurmCommandError as error:
+        found = _from_accounting(job, environ)
+        if found is None:
+            raise error
+        return found
+    comment = run_slurm(["squeue", "--noheader", "--states=all", "--format=%k", f"--jobs={job}"], env=environ)
+    trainer = _COMPANION.search(comment.stdout)
+    found = replace(found, job_id=trainer[1]) if trainer else found
+    return replace(found, jobs_dir=_named_in_script(found.job_id, environ))
+
+
+def _named_in_script(job_id: str, environ: Mapping[str, str]) -> str:
+    """The place of the job's directory that its script names; slurmctld shows scripts to their owners and operators."""
+    try:
+        return jobs_dir_in(run_slurm(["scontrol", "write", "batch_script", job_id, "-"], env=environ).stdout)
+    except SlurmCommandError:
+        return ""
+
+
+def parse_place(text: str) -> JobPlace | None:
+    """The place in lines of id, own number, state, user and directory; of several components the first one's."""
+    found: dict[str, JobPlace] = {}
+    for line in text.splitlines():
+        job_id, own, state, user, directory = [*line.strip().split(" ", 4), "", "", "", ""][:5]
+        component = re.fullmatch(r"(\d+)\+\d+", job_id)
+        if own.isdigit() and directory.startswith("/"):
+            found.setdefault(job_id, JobPlace(component[1] if component else own, Path(directory), state, user))
+    return next((found[job_id] for job_id in sorted(found, key=lambda job_id: (len(job_id), job_id))), None)
+
+
+def _from_accounting(job: str, environ: Mapping[str, str]) -> JobPlace | None:
+    """The same from sacct, which remembers jobs for longer; None without accounting, or if it does not know the job."""
+    argv = ["sacct", "--noheader", "--parsable2", "--delimiter= ", "--allocations", f"--jobs={job}"]
+    if environ.get("SLURM_CLUSTERS"):
+        argv.append(f"--clusters={environ['SLURM_CLUSTERS']}")  # sacct does not read it, squeue does
+    try:
+        shown = run_slurm([*argv, "--format=JobID,JobIDRaw,State%20,User,WorkDir"], env=environ).stdout
+    except SlurmCommandError:
+        return None
+    # Of a cancelled job sacct says by whom: `CANCELLED by 1000`.
+    return parse_place(re.sub(r"^(\S+ \S+ CANCELLED) by \d+ ", r"\1 ", shown, flags=re.MULTILINE))

@@ -10,9 +10,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from hetstream.slurm_plugin.client.array_tasks import CUT
-from hetstream.slurm_plugin.client.gres import known_gres
-from hetstream.slurm_plugin.client.model import Gres, Job, Node
+from hetstream.slurm_plugin.client.model import CUT, Gres, Job, Node
+from hetstream.slurm_plugin.client.values import known_gres
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

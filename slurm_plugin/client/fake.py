@@ -15,8 +15,8 @@ from pathlib import Path
 from signal import SIGTERM
 
 from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.job.processes import start_child
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
-from hetstream.hetjob.processes import start_child
 from hetstream.slurm_plugin.client.accounting import Usage, from_queue
 from hetstream.slurm_plugin.client.model import Snapshot
 

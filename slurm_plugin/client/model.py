@@ -6,13 +6,48 @@ The same model comes from every Slurm from 22.05 on. Times are seconds since the
 
 from __future__ import annotations
 
+import contextlib
+import grp
+import os
+import pwd
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol
 
-from hetstream.slurm_plugin.client.array_tasks import num_tasks
+# Which tasks of an array a record of squeue stands for: `4`, `3-5,9%3`, `0-9:3`. Pure.
+
+# Ends a list of indices that Slurm's commands have cut, perhaps within a number.
+CUT = "..."
+_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
+
+
+def num_tasks(text: str) -> int:
+    """How many tasks these are, one at least; of indices that are cut as many as are there."""
+    return sum(1 if part.endswith(CUT) else _length(_numbers(part)) for part in _parts(text)) or 1
+
+
+def has_task(text: str, number: int) -> bool:
+    """Whether this is one of them; of indices that are cut those are known that are there."""
+    return any(number in _numbers(part) for part in _parts(text))
+
+
+def _parts(text: str) -> Iterator[str]:
+    return iter(text.split("%")[0].split(","))
+
+
+def _numbers(part: str) -> range:
+    found = _PART.fullmatch(part)
+    if not found:
+        return range(0)
+    return range(int(found[1]), int(found[2] or found[1]) + 1, max(1, int(found[3] or 1)))
+
+
+def _length(numbers: range) -> int:
+    """`len` of a range that may be longer than any list."""
+    return max(0, (numbers.stop - numbers.start + numbers.step - 1) // numbers.step)
+
 
 # Words of a node's state beside which slurmctld starts jobs on it. Any other one keeps them away, also one of a release
 # to come. The words are Slurm's (node_states and node_state_flags in src/common/slurm_protocol_defs.c, 22.05 to 26.05).
@@ -156,7 +191,7 @@ class Job:
         excluded_nodes: `--exclude`.
         is_contiguous: `--contiguous`: nodes side by side in the order of the cluster's.
         num_switches: `--switches`, for so few of which Slurm lets it wait some time; 0 if it does not ask.
-        licenses: `--licenses`. short_licenses: the names of those of which too few are left; see `licenses.py`.
+        licenses: `--licenses`. short_licenses: the names of those of which too few are left; see `read.py`.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
         mcs_label: its label of the MCS plugin; empty where there is none.
         barred: the rules that keep a pending one from each of its partitions, of which Slurm's reason says nothing.
@@ -427,7 +462,7 @@ class Node:
         address: under which other nodes reach it.
         cpu_load: threads that want a CPU, on average over a minute or so; also what no job has started.
         reservation: that it is in now, as a whole.
-        reserved_parts: what other reservations have of it; see `reservations.py`.
+        reserved_parts: what other reservations have of it; see `parse_text.py`.
         unreadable: what of its record cannot be read, and why.
     """
 
@@ -634,7 +669,7 @@ class Reservation:
         is_flexible: its flag FLEX: its jobs may use what is outside of it, too.
         is_magnetic: its flag MAGNETIC: jobs of its users need not name it.
         users, accounts: whose jobs may use it; `-NAME` are those whose may not. Of `groups` their members may, and of
-            these `users` are those that have pending jobs; see `users.py`.
+            these `users` are those that have pending jobs; see `model.py`.
         allowed_partitions, qos: of the jobs that may use it; empty for all (25.05 on).
         cpus: of the nodes of which it has some cores, how many CPUs these are.
         gpus_on_node: GPUs that it has on each of those.
@@ -737,3 +772,83 @@ def gpu_share(gpu_type: str) -> float:
     is_double = found[0].endswith(_DOUBLE_MEMORY) and "rtx" not in gpu_type.lower()
     slices = _MIG_SLICES if is_double else _FEWER_SLICES.get(slice_gb, _MIG_SLICES)
     return min(1.0, num / slices)
+
+
+# Users, as Slurm names them: by name, and by number where a host knows no name. Called by all that reads jobs.
+
+
+def names_of(uid: int) -> set[str]:
+    """How Slurm may name a user. A name that is a number is left out: it would be another user's."""
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return {str(uid)}
+    return {str(uid)} if name.isdecimal() else {str(uid), name}
+
+
+def is_own(job: Job) -> bool:
+    """Whether a job is this user's: by number where Slurm tells it, as each host has its own list of names."""
+    return job.uid == os.geteuid() if job.uid is not None else job.user in names_of(os.geteuid())
+
+
+def uid_of(name: str) -> int | None:
+    """The user id of a name or number; None of a name that this host does not know."""
+    if name.isdecimal():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
+
+
+def with_members(reservations: Iterable[Reservation], jobs: Iterable[Job]) -> tuple[Reservation, ...]:
+    """The reservations; of those that are of groups, with the users of pending jobs who are members on this host.
+
+    Slurm names the groups alone, and slurmctld has a list of their members from its own host.
+    """
+    found, groups_of = tuple(reservations), dict[str, set[str]]()
+    if not any(reservation.groups for reservation in found):
+        return found
+    for user in {job.user for job in jobs if job.is_pending}:
+        groups_of[user] = _groups(user)
+    return tuple(
+        replace(
+            reservation,
+            users=tuple(user for user, names in sorted(groups_of.items()) if not names.isdisjoint(reservation.groups)),
+        )
+        if reservation.groups
+        else reservation
+        for reservation in found
+    )
+
+
+def with_allowed_members(partitions: Iterable[Partition], jobs: Iterable[Job]) -> tuple[Partition, ...]:
+    """The partitions; of those that are for groups, with the users of pending jobs who are members on this host."""
+    found = tuple(partitions)
+    if not any(partition.allow_groups for partition in found):
+        return found
+    groups_of = {user: _groups(user) for user in {job.user for job in jobs if job.is_pending}}
+    return tuple(
+        replace(
+            partition,
+            members=tuple(
+                user for user, names in sorted(groups_of.items()) if not names.isdisjoint(partition.allow_groups)
+            ),
+        )
+        if partition.allow_groups
+        else partition
+        for partition in found
+    )
+
+
+def _groups(user: str) -> set[str]:
+    """Names and numbers of a user's groups; none where this host does not know the user."""
+    try:
+        gids = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
+    except KeyError:
+        return set()
+    found = {str(gid) for gid in gids}
+    for gid in gids:
+        with contextlib.suppress(KeyError):
+            found.add(grp.getgrgid(gid).gr_name)
+    return found

@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client import parse_text
 from hetstream.slurm_plugin.client.accounting import has_accounting
-from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.held import parse_held
-from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Gres, Snapshot
-from hetstream.slurm_plugin.client.read import plain_environ
-from hetstream.slurm_plugin.client.retry import Failure, failure_of
-from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.client.read import parse_held, plain_environ
+from hetstream.slurm_plugin.client.run import Failure, failure_of, run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import text_or_empty
+from hetstream.slurm_plugin.client.values import expand, parse_gres, text_or_empty
 
 _NODE_GRES = re.compile(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)")
 _ENDED = ("FAILED", "COMPLETED")

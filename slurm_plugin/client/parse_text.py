@@ -8,19 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from hetstream.hetjob.ports import NodeSize, PartitionLimits
 from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
-from hetstream.slurm_plugin.client.gres import known_gres, parse_gres
-from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.model import PENDING_STATES, Gres, HetComponent, Job, Node, Partition, total
-from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
+from hetstream.slurm_plugin.client.model import (
+    MAINTENANCE,
+    PENDING_STATES,
+    RESERVED,
+    Gres,
+    HetComponent,
+    Job,
+    Node,
+    Partition,
+    Reservation,
+    ReservedPart,
+    total,
+)
+from hetstream.slurm_plugin.client.values import (
+    expand,
+    known_gres,
+    megabytes,
+    moment,
+    parse_gres,
+    seconds,
+    text_or_empty,
+    tres,
+    whole,
+)
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # What separates by default; `new_separators` makes those that no user can write into a name.
@@ -464,3 +486,380 @@ def _checked(line: str, make: Callable[[Mapping[str, str]], _T], row: Mapping[st
         raise UnreadableAnswer(f"no field {exc}", line) from exc
     except ValueError as exc:
         raise UnreadableAnswer(str(exc), line) from exc
+
+
+# What one job can get on the nodes of each partition, from sinfo's and scontrol's text. Pure.
+
+# Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES,
+# threads of a core.
+SINFO_FORMAT = "--format=%P|%c|%m|%D|%G|%Z"
+
+# A job has whole nodes, or those of its user or its part of the topology; 26.05 has one word for all (slurm.conf(5)).
+_ALONE = re.compile(r"\s(OverSubscribe=EXCLUSIVE|Exclusive(?:User|Topo)=YES|Exclusive=(?:NODE|USER|TOPO))(?=\s|$)")
+# Why slurmctld does not start a job in a partition, which it names (part_policy_valid_acct and part_policy_valid_qos in
+# partition_mgr.c, _get_req_features in node_scheduler.c). squeue writes blanks, scontrol underscores.
+_NOT_ADMITTED = re.compile(r"permitted[ _]to[ _]use[ _]this[ _]partition[ _]\((\S+?)(?:\)|[ _](?:allows|denies)[ _])")
+
+
+# Reasons that name no partition, and are of one alone; 24.11 and 26.05 tell no more of accounts.
+_OF_ONE = frozenset({"PartitionDown", "PartitionInactive", "PartitionTimeLimit"})
+# Of a job that slurmctld has not looked at, or not since a rule was changed.
+_NOT_LOOKED = frozenset({"", "None", "Priority", "SchedDefer"})
+_OF_ACCOUNT = frozenset({"AccountNotAllowed", "InvalidAccount"})
+
+
+def with_open_partitions(jobs: Iterable[Job], partitions: Iterable[Partition]) -> tuple[Job, ...]:
+    """The jobs; pending ones in several partitions without those that do not admit them, as long as others are left.
+
+    slurmctld looks at a job once for each partition, and shows the reason of the last (seen on 22.05, 24.11 and 26.05).
+    Accounts count with those above them, of which nothing is known here: a rule of accounts is looked at where Slurm's
+    reason says that one keeps the job away. Behind others slurmctld says Priority without a look at any rule; where all
+    partitions have one that is against such a job, they are noted in `barred`.
+    """
+    known = {partition.name: partition for partition in partitions}
+    return tuple(_in_open_partitions(job, known) if job.is_pending else job for job in jobs)
+
+
+def _in_open_partitions(job: Job, known: Mapping[str, Partition]) -> Job:
+    found = _NOT_ADMITTED.search(job.reason)
+    named = found[1] if found else ""
+    by_account = {name for name in job.partitions if job.reason in _OF_ACCOUNT and _keeps_account(known.get(name), job)}
+    closed = tuple(
+        name for name in job.partitions if name == named or name in by_account or _is_closed(known.get(name), job)
+    )
+    left = tuple(name for name in job.partitions if name not in closed)
+    against = [_rule_against(known.get(name), job) for name in job.partitions] if job.reason in _NOT_LOOKED else []
+    if against and all(against):
+        return replace(job, barred="; ".join(against))
+    if not closed or not left:
+        return job
+    is_of_closed = named in closed or bool(by_account) or job.reason in _OF_ONE
+    return replace(job, partitions=left, closed_partitions=closed, reason_is_of_closed=is_of_closed)
+
+
+def _rule_against(partition: Partition | None, job: Job) -> str:
+    """The rule of a partition that keeps a job away, in words; empty if there is none."""
+    if partition is None:
+        return ""
+    name = partition.name
+    if not partition.is_up:
+        return f"{name} is not up"
+    if _is_against(job.qos, partition.allow_qos, partition.deny_qos):
+        return f"{name} {_words('QOS', partition.allow_qos, partition.deny_qos)}, and its QOS is {job.qos}"
+    if _keeps_account(partition, job):
+        rule = _words("accounts", partition.allow_accounts, partition.deny_accounts)
+        return f"{name} {rule}, and its account is {job.account}, unless one above that counts"
+    if partition.allow_groups and job.uid != 0 and job.user not in (*partition.members, "root"):
+        groups = ",".join(partition.allow_groups)
+        return f"{name} allows groups {groups}, and {job.user} is in none of these, as far as this host knows"
+    return ""
+
+
+def _words(what: str, allowed: Collection[str], denied: Collection[str]) -> str:
+    return f"allows {what} {','.join(allowed)}" if allowed else f"denies {what} {','.join(denied)}"
+
+
+def why_closed(partition: Partition, job: Job) -> str:
+    """What keeps a job, or one that comes with it, from a partition, by all rules known here; empty if none."""
+    longest_s = partition.max_time_s
+    if longest_s is not None and job.time_limit_s is not None and job.time_limit_s > longest_s:
+        return f"{partition.name} has a shorter MaxTime"
+    return _rule_against(partition, job)
+
+
+def _is_closed(partition: Partition | None, job: Job) -> bool:
+    if partition is None:
+        return False
+    longest_s, limit_s = partition.max_time_s, job.time_limit_s
+    is_too_long = longest_s is not None and limit_s is not None and limit_s > longest_s
+    return not partition.is_up or is_too_long or _is_against(job.qos, partition.allow_qos, partition.deny_qos)
+
+
+def _keeps_account(partition: Partition | None, job: Job) -> bool:
+    return partition is not None and _is_against(job.account, partition.allow_accounts, partition.deny_accounts)
+
+
+def _is_against(name: str, allowed: Collection[str], denied: Collection[str]) -> bool:
+    """Whether a rule keeps this name away; where some are allowed nobody looks at who is denied."""
+    return bool(name) and (name not in allowed if allowed else name in denied)
+
+
+def names_of(partitions: str) -> list[str]:
+    """The names in `scontrol --oneliner show partition` as sinfo writes them: the default one with `*`."""
+    found = re.findall(r"^PartitionName=(\S+)(.*)$", partitions, re.MULTILINE)
+    return [f"{name}*" if " Default=YES" in more else name for name, more in found]
+
+
+def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str, PartitionLimits]:
+    """The limits of each partition, with the nodes that sinfo shows there.
+
+    Args:
+        sinfo: its lines, in `SINFO_FORMAT`. Where nodes of several sizes share a line, `+` follows the smallest: the
+            partition's nodes are then left out, as nobody knows the largest.
+        partitions: `scontrol --oneliner show partition`.
+        config: `scontrol show config`.
+    """
+    nodes: dict[str, list[NodeSize]] = {}
+    unknown: set[str] = set()
+    threads: dict[str, int] = {}
+    for line in sinfo:
+        name, *fields = line.strip().split("|")
+        name = name.rstrip("*")
+        of_core = re.match(r"\d+", fields[-1], re.ASCII) if len(fields) == 5 else None
+        threads[name] = max(threads.get(name, 1), int(of_core[0]) if of_core else 1)
+        if of_core and all(field.isdigit() for field in fields[:3]):
+            has_gpus = total(parse_gres(fields[3]), "gpu") > 0
+            nodes.setdefault(name, []).append(NodeSize(int(fields[0]), int(fields[1]), has_gpus, int(fields[2])))
+        else:
+            unknown.add(name)
+    everywhere = _number("MaxMemPerCPU", config)
+    is_linear = re.search(r"^SelectType\s*=\s*select/linear\s*$", config, re.MULTILINE)
+    found = {}
+    for name in dict.fromkeys((*nodes, *unknown)):
+        line = next(
+            (entry for entry in partitions.splitlines() if re.match(rf"PartitionName={re.escape(name)}\s", entry)), ""
+        )
+        if name in unknown and not line:
+            continue
+        kinds = [] if name in unknown else nodes[name]
+        most = _number("MaxCPUsPerNode", line)
+        sizes = tuple(replace(kind, cpus=min(kind.cpus, most)) if most else kind for kind in kinds)
+        longest = re.search(r"\sMaxTime=(\S+)", line)
+        max_time_s = seconds(longest[1]) if longest else None
+        setting = _ALONE.search(line)
+        alone = setting[1] if setting else "SelectType=select/linear" if is_linear else ""
+        max_mb_per_cpu = _number("MaxMemPerCPU", line) or everywhere
+        found[name] = PartitionLimits(
+            sizes, max_mb_per_cpu, max_time_s, alone, _allocates_memory(line, config), threads[name]
+        )
+    return found
+
+
+def parse_default_memory(partitions: str, config: str) -> dict[str, int]:
+    """MB for each CPU of a job that asks for no memory, of each partition where Slurm counts it by CPUs.
+
+    A partition's own DefMemPerCPU or DefMemPerNode comes before the cluster's, and DefMemPerGPU, which only jobs with
+    GPUs have, before both (slurm.conf(5), JobDefaults).
+
+    Args:
+        partitions: `scontrol --oneliner show partition`.
+        config: `scontrol show config`.
+    """
+    found: dict[str, int] = {}
+    if re.search(r"^JobDefaults\s*=.*DefMemPerGPU", config, re.MULTILINE):
+        return found
+    for line in partitions.splitlines():
+        name = re.match(r"PartitionName=(\S+)", line)
+        by_gpu = re.search(r"\sJobDefaults=\S*DefMemPerGPU", line)
+        own = _number("DefMemPerCPU", line)
+        if own is None and _number("DefMemPerNode", line) is None:
+            own = _number("DefMemPerCPU", config)
+        if name and own and not by_gpu:
+            found[name[1]] = own
+    return found
+
+
+def _allocates_memory(partition: str, config: str) -> bool:
+    """Whether memory is among what jobs are allocated; a partition's own word comes before the cluster's."""
+    own = re.search(r"\sSelectTypeParameters=(?!NONE)(\S+)", partition)
+    everywhere = re.search(r"^SelectTypeParameters\s*=\s*(\S+)", config, re.MULTILINE)
+    said = own or everywhere
+    return said is not None and "MEMORY" in said[1].upper()
+
+
+def _number(key: str, text: str) -> int | None:
+    match = re.search(rf"(?:^|\s){key}\s*=\s*(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+# What reservations keep of which node, and from whom. Pure; called by `read.py`, and by who asks for one job.
+#
+# From the one-line records of `scontrol show reservation`. Of a node that a reservation has as a whole no other job
+# gets anything; of one of which it has some cores (`CoreCnt=`, `TRES=cpu=`) other jobs get all other cores, and all
+# memory. slurmctld flags both nodes RESERVED, or MAINTENANCE, alike, some seconds late (seen on 22.05, 24.11 and
+# 26.05): where reservations are known, they decide, and not the flag. 22.05 names the cores some seconds late, too;
+# until then it has the whole node.
+
+_CORES = re.compile(r" NodeName=(\S+) CoreIDs=(\S+)")
+
+
+def parse_reservations(text: str) -> tuple[Reservation, ...]:
+    """The reservations of nodes, in the order of their beginning.
+
+    Raises:
+        UnreadableAnswer: a record lacks a value, or a value has another form.
+    """
+    found = []
+    for line in text.split("\n"):
+        if line.startswith("ReservationName="):
+            try:
+                reservation = _reservation(line)
+            except (KeyError, ValueError) as exc:
+                raise UnreadableAnswer(f"no reservation: {exc!r}", line) from exc
+            found += [reservation] if reservation else []
+    return tuple(sorted(found, key=lambda reservation: reservation.start_s))
+
+
+def _reservation(line: str) -> Reservation | None:
+    """None of one without nodes, such as of licenses alone."""
+    row = record(line)
+    begin_s, end_s = moment(row["StartTime"]), moment(row["EndTime"])
+    nodes = expand(row.get("Nodes", ""))
+    if begin_s is None or end_s is None or not nodes:
+        return None
+    kept = tres(row.get("TRES", ""))
+    cores = {name: len(expand(f"c[{ids}]")) for name, ids in _CORES.findall(line.split(" TRES=")[0])}
+    # Slurm numbers cores and counts CPUs: with two threads a core is two of these.
+    threads = whole(kept.get("cpu", "")) / max(1, sum(cores.values()))
+    flags = row.get("Flags", "").split(",")
+    return Reservation(
+        row["ReservationName"],
+        tuple(name for name in nodes if name not in cores),
+        begin_s,
+        end_s,
+        is_active=row.get("State") == "ACTIVE",
+        is_maintenance="MAINT" in flags,
+        is_flexible="FLEX" in flags,
+        is_magnetic="MAGNETIC" in flags,
+        users=_names_reservations(row, "Users"),
+        groups=_names_reservations(row, "Groups"),
+        accounts=_names_reservations(row, "Accounts"),
+        allowed_partitions=_names_reservations(row, "AllowedPartitions"),
+        qos=_names_reservations(row, "QOS"),
+        cpus=tuple((name, round(number * max(1.0, threads))) for name, number in cores.items()),
+        # Of which of its nodes nothing says: of each as many.
+        gpus_on_node=-(-whole(kept.get("gres/gpu", "")) // len(cores)) if cores else 0,
+    )
+
+
+def _names_reservations(row: Mapping[str, str], field: str) -> tuple[str, ...]:
+    return tuple(filter(None, text_or_empty(row.get(field, "")).split(",")))
+
+
+def with_reservations(
+    nodes: Iterable[Node], reservations: Sequence[Reservation], jobs: Iterable[Job] = ()
+) -> tuple[Node, ...]:
+    """The nodes as jobs without a reservation see them.
+
+    Those of a reservation that has begun are marked as such and have its name: 22.05 names none with a node. Of those
+    of which it has some cores, what it keeps from others is no part any more: CPUs and GPUs that its jobs do not hold.
+    """
+    active = sorted(
+        (reservation for reservation in reservations if reservation.is_active),
+        key=lambda reservation: reservation.is_maintenance,
+    )
+    names = {name: reservation.name for reservation in active for name in reservation.nodes}
+    held = _held(jobs, {reservation.name for reservation in active if reservation.cpus})
+    parts: dict[str, list[ReservedPart]] = {}
+    for reservation in active:
+        for name, cpus in reservation.cpus:
+            cpus_held, gpus_held = held.get((reservation.name, name), (0, 0))
+            gpus = reservation.gpus_on_node
+            part = ReservedPart(reservation.name, cpus, min(cpus, cpus_held), gpus, min(gpus, gpus_held))
+            parts.setdefault(name, []).append(part)
+    found = []
+    for node in nodes:
+        if node.name in names:
+            node = replace(node, states=node.states | {RESERVED}, reservation=names[node.name])
+        elif node.name in parts:
+            node = _without(node, tuple(parts[node.name]))
+        found.append(node)
+    return tuple(found)
+
+
+def _held(jobs: Iterable[Job], names: Collection[str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """CPUs and GPUs that the jobs of reservations hold on each node; on each as many where no `shares` are known."""
+    held: dict[tuple[str, str], tuple[int, int]] = {}
+    for job in jobs if names else ():
+        if job.holds_resources and job.nodes:
+            for name in set(job.reservations).intersection(names):
+                even, known = -(-job.count("gpu") // len(job.nodes)), {share.node: share.gres for share in job.shares}
+                for node, has_cpus in job.cpus_on_nodes():
+                    cpus, gpus = held.get((name, node), (0, 0))
+                    has_gpus = total(known[node], "gpu") if node in known else even
+                    held[name, node] = cpus + math.ceil(has_cpus), gpus + has_gpus
+    return held
+
+
+def _without(node: Node, parts: tuple[ReservedPart, ...]) -> Node:
+    """A node without what is kept there for the jobs of reservations."""
+    cpus = sum(part.cpus_free for part in parts)
+    gpus = sum(part.gpus_free for part in parts)
+    return replace(
+        node,
+        states=node.states - {RESERVED} - MAINTENANCE,
+        reservation="",
+        cpus=max(node.cpus_allocated, node.cpus - cpus),
+        gres_drained=(*node.gres_drained, *_of_any_type(node, gpus)),
+        reserved_parts=parts,
+    )
+
+
+def _of_any_type(node: Node, gpus: int) -> tuple[Gres, ...]:
+    """So many GPUs, of the types of which the node has any left."""
+    found = []
+    for kind in node.gpu_types:
+        num = min(gpus, node.devices(kind) if kind else node.devices())
+        gpus -= num
+        found += [Gres("gpu", kind, num)] if num else []
+    return tuple(found)
+
+
+def own_reservations(job: Job, reservations: Iterable[Reservation]) -> tuple[str, ...]:
+    """The names of the reservations that a job may use; an empty one where it may do without."""
+    if job.reservation:
+        return job.reservations
+    admitting = (
+        reservation.name
+        for reservation in reservations
+        if reservation.is_magnetic
+        and reservation.is_active
+        and (job.user in reservation.users if reservation.groups else _admits(reservation.users, job.user))
+        and _admits(reservation.accounts, job.account)
+        and _admits(reservation.qos, job.qos)
+        and any(_admits(reservation.allowed_partitions, name) for name in job.partitions)
+    )
+    return ("", *admitting)
+
+
+def _admits(names: Sequence[str], name: str) -> bool:
+    """Whether a list of users or accounts, or of those that it excludes (`-NAME`), has one."""
+    excluded = [entry[1:] for entry in names if entry.startswith("-")]
+    return name not in excluded if excluded else name in names or not names
+
+
+def seen_from(nodes: Iterable[Node], reservations: Sequence[Reservation], names: Collection[str]) -> tuple[Node, ...]:
+    """The nodes as jobs of some reservations see them: what these have there is theirs, and marked so.
+
+    Args:
+        nodes: see `with_reservations`.
+        reservations: all.
+        names: of those; an empty one among them is for jobs that may run outside as well.
+    """
+    own = [reservation for reservation in reservations if reservation.is_active and reservation.name in names]
+    # Which of them has jobs that use what is outside, too.
+    outside = next((reservation.name for reservation in own if reservation.is_flexible or "" in names), "")
+    found = []
+    for node in nodes:
+        mine = [part for part in node.reserved_parts if part.reservation in names]
+        if node.is_usable and (mine or (outside and not node.is_reserved)):
+            name = mine[0].reservation if mine else outside
+            node = _seen(replace(node, states=node.states | {RESERVED}, reservation=name), mine, bool(outside))
+        found.append(node)
+    return tuple(found)
+
+
+def _seen(node: Node, mine: Sequence[ReservedPart], is_flexible: bool) -> Node:
+    """A node with what is kept there for a job's reservations, and with nothing else unless the job may use it, too."""
+    cpus = sum(part.cpus_free for part in mine)
+    gpus = sum(part.gpus_free for part in mine)
+    drained = list(node.gres_drained)
+    for place, gres in enumerate(drained):
+        if gres.name == "gpu":
+            num = min(gpus, gres.count)
+            gpus -= num
+            drained[place] = replace(gres, count=gres.count - num)
+    if is_flexible:
+        return replace(node, cpus=node.cpus + cpus, gres_drained=tuple(drained))
+    all_cpus = sum(part.cpus for part in mine)
+    return replace(node, cpus=all_cpus, cpus_allocated=all_cpus - cpus, gres_drained=tuple(drained))

@@ -22,7 +22,6 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
-from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import PENDING_STATES, HetComponent, Job, Node, total
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
@@ -35,7 +34,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     requested_gpus,
 )
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.client.values import megabytes, moment, text_or_empty, tres
+from hetstream.slurm_plugin.client.values import expand, megabytes, moment, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # Later ones have lost the old interface.

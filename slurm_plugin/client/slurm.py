@@ -1,6 +1,6 @@
 """The Slurm client: `hetstream.hetjob.ports.SlurmClient` over the command line, and all that is read and changed.
 
-Used by the job master, `hetstream sbatch` and the commands for admins. `read.py` reads, `retry.py` says which failures
+Used by the job master, `hetstream sbatch` and the commands for admins. `read.py` reads, `run.py` says which failures
 pass by themselves. It never uses more rights than its user has, and never goes round a refusal.
 """
 
@@ -15,15 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hetstream.base.access import is_in_common
-from hetstream.base.own_job import of_own_job
-from hetstream.base.private import temporary_place
-from hetstream.base.signals import FATAL
+from hetstream.base.files import temporary_place
+from hetstream.base.process import FATAL, of_own_job
+from hetstream.hetjob.convert.sbatch_options import refuse_other_words
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.job_environment import STEP_PYTHON
+from hetstream.hetjob.job.job import STEP_PYTHON
+from hetstream.hetjob.job.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
-from hetstream.hetjob.processes import next_signal, signals_held, start_child
-from hetstream.hetjob.sbatch_options import refuse_other_words
-from hetstream.mpi_dataworkers.config import with_whole_paths, without_places_in_common
+from hetstream.mpi_dataworkers.process.config import with_whole_paths, without_places_in_common
 from hetstream.slurm_plugin.client.accounting import (
     Usage,
     from_queue,
@@ -32,18 +31,19 @@ from hetstream.slurm_plugin.client.accounting import (
     times_of_queue,
     with_mig,
 )
-from hetstream.slurm_plugin.client.held import (
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.parse_text import SINFO_FORMAT, names_of, parse_default_memory, parse_limits
+from hetstream.slurm_plugin.client.read import (
+    CommandReader,
     ended_on_whole_nodes,
     in_question,
+    plain_environ,
+    release_of,
     with_gpu_shares,
     with_held_gpus,
     with_told_gpus,
 )
-from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, names_of, parse_default_memory, parse_limits
-from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
-from hetstream.slurm_plugin.client.retry import is_denied, with_retries
-from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, run_slurm
+from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, is_denied, run_slurm, with_retries
 from hetstream.slurm_plugin.errors import NodesHidden
 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.

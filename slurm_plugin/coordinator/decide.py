@@ -5,14 +5,251 @@ In doubt opportunistic jobs pause: when the guaranteed job has no agent, says no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, Order, Statistics, Verdict
-from hetstream.slurm_plugin.coordinator import memory, pacing, trial
-from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
-from hetstream.slurm_plugin.coordinator.pacing import Pacing, Phase
-from hetstream.slurm_plugin.coordinator.trial import Trial
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
+from hetstream.slurm_plugin.coordinator import pacing
+from hetstream.slurm_plugin.coordinator.pacing import Pacing, Phase, measured_anew
+
+# What the coordinator knows of one GPU and its jobs at one moment. Pure.
+
+
+@dataclass(frozen=True)
+class SharingJob:
+    """One process on the GPU.
+
+    Attributes:
+        name: of the process among those on the GPU.
+        job_class: what it was admitted as; never what its statistics say.
+        since_ns: when it was admitted.
+        statistics: what it said last; None: nothing yet, or nothing whole.
+        measured_bytes: memory of the GPU that it holds by the GPU's own count; None where nobody counts.
+        gang: text that the processes have in common which train together, on this GPU and on others; empty: it has no
+            other process.
+        meet_at: boundary at which these wait for each other if one of them is held up; 0: there is only this one.
+    """
+
+    name: str
+    job_class: JobClass
+    since_ns: int
+    statistics: Statistics | None = None
+    measured_bytes: int | None = None
+    gang: str = ""
+    meet_at: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the GPU that it holds: the larger of the GPU's count and its own."""
+        said_bytes = self.statistics.held_bytes if self.statistics else 0
+        return max(said_bytes, self.measured_bytes or 0)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """One GPU.
+
+    Attributes:
+        capacity_bytes: memory that its jobs may hold together.
+        jobs: those with an agent.
+        is_reserved: a guaranteed job has the GPU, with or without an agent.
+        is_lost: the GPU answers no more.
+        is_awaited: the guaranteed job was there before the coordinator, and its agent has not come back.
+        agentless_bytes: of its memory that processes without an agent hold.
+        is_hogged: an opportunistic job has some of that.
+    """
+
+    capacity_bytes: int
+    jobs: tuple[SharingJob, ...] = ()
+    is_reserved: bool = False
+    is_lost: bool = False
+    is_awaited: bool = False
+    agentless_bytes: int = 0
+    is_hogged: bool = False
+
+    @property
+    def guaranteed(self) -> SharingJob | None:
+        """The job that has the GPU. Several processes of it count as one, which has the name of the one that trains."""
+        return _as_one(self.all_guaranteed)
+
+    @property
+    def all_guaranteed(self) -> tuple[SharingJob, ...]:
+        """Its processes."""
+        return tuple(job for job in self.jobs if job.job_class is JobClass.GUARANTEED)
+
+    @property
+    def opportunistic(self) -> tuple[SharingJob, ...]:
+        """The others."""
+        return tuple(job for job in self.jobs if job.job_class is JobClass.OPPORTUNISTIC)
+
+
+def _as_one(jobs: tuple[SharingJob, ...]) -> SharingJob | None:
+    """Several processes of a guaranteed job on one GPU: it is idle while all are, and their memory adds up.
+
+    The pace is that of the first one that makes mini-batches. If one has said nothing, nothing is known.
+    """
+    if len(jobs) < 2:
+        return jobs[0] if jobs else None
+    records = [job.statistics for job in jobs if job.statistics]
+    first = next((job for job in jobs if job.statistics and job.statistics.boundaries), jobs[0])
+    measured = [job.measured_bytes for job in jobs if job.measured_bytes is not None]
+    whole = replace(first, measured_bytes=sum(measured) if measured else None)
+    if len(records) < len(jobs) or first.statistics is None:
+        return replace(whole, statistics=None)
+    busy = [record.updated_ns for record in records if not record.is_idle]
+    return replace(
+        whole,
+        statistics=replace(
+            first.statistics,
+            updated_ns=min(busy, default=first.statistics.updated_ns),
+            boundary_ns=max(record.boundary_ns for record in records),
+            is_idle=int(not busy),
+            held_bytes=sum(record.held_bytes for record in records),
+            peak_bytes=sum(record.peak_bytes for record in records),
+            host_bytes=sum(record.host_bytes for record in records),
+        ),
+    )
+
+
+# How much of a GPU's memory each opportunistic job may hold. Pure.
+#
+# The guaranteed job has no limit. What it had at its peak, and some more, is kept free for it: when it takes more, some
+# of its tensors are on the host for one mini-batch, the others' limits fall at once, and rise again in steps.
+
+# Kept free beside the guaranteed job's peak, as a part of the GPU's memory.
+_HEADROOM = 0.05
+_RAISE = 0.1
+# Limits that change all the time would have allocators give back and take again all the time.
+_LEAST_RAISE = 0.02
+
+
+def left_bytes(capacity_bytes: int, peak_bytes: int) -> int:
+    """What a guaranteed job with such a peak leaves."""
+    return max(0, capacity_bytes - peak_bytes - int(_HEADROOM * capacity_bytes))
+
+
+def demand_bytes(job: SharingJob, capacity_bytes: int) -> int:
+    """What a job would use of the GPU if there were no limit; all of it, as long as it has shown nothing."""
+    record = job.statistics
+    if record is None or record.boundaries == 0:
+        return capacity_bytes
+    return min(capacity_bytes, record.peak_bytes + int(_HEADROOM * capacity_bytes))
+
+
+def kept_bytes(job: SharingJob, capacity_bytes: int) -> int:
+    """The limit that a job keeps to, whoever has told it that; nothing, as long as it has not said so."""
+    return min(capacity_bytes, job.statistics.limit_bytes) if job.statistics else 0
+
+
+def divided(available_bytes: int, demands_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Equal parts, of which nobody has more than he asks for; what is over goes to the others."""
+    limits: dict[str, int] = {}
+    left = available_bytes
+    for number, name in enumerate(sorted(demands_bytes, key=lambda name: (demands_bytes[name], name))):
+        limits[name] = min(demands_bytes[name], left // (len(demands_bytes) - number))
+        left -= limits[name]
+    return limits
+
+
+def stepwise(
+    capacity_bytes: int, before: Mapping[str, int], wanted: Mapping[str, int], may_rise: bool
+) -> dict[str, int]:
+    """The way to new limits: down at once, up by a tenth of the GPU at a time, and never by little.
+
+    Args:
+        capacity_bytes: of the GPU.
+        before: limits as they are; who has none begins with 0.
+        wanted: limits as they should be.
+        may_rise: whether it is time for a step upwards.
+    """
+    limits = {}
+    for name, want_bytes in wanted.items():
+        old_bytes = before.get(name, 0)
+        if want_bytes <= old_bytes:
+            limits[name] = want_bytes
+        elif may_rise and want_bytes - old_bytes >= _LEAST_RAISE * capacity_bytes:
+            limits[name] = min(want_bytes, old_bytes + int(_RAISE * capacity_bytes))
+        else:
+            limits[name] = old_bytes
+    return limits
+
+
+def overdrawn(jobs: Sequence[SharingJob], limits: Mapping[str, int]) -> list[SharingJob]:
+    """Jobs that hold more than they may."""
+    return [job for job in jobs if job.held_bytes > limits.get(job.name, 0)]
+
+
+# Opportunistic jobs that are alone on a GPU divide its memory by trial: for the best total speed. Pure.
+#
+# Some jobs hardly notice that half of their tensors are on the host, others become several times slower. Which is which
+# shows only when it is tried: a part of the memory is moved from one job to another, and stays there if the sum of the
+# jobs' speeds, each against the best that it has shown, is larger than before.
+
+_MOVED = 0.1
+# A new division is judged by mini-batches that were begun and ended under it.
+_BATCHES = 4
+_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Where the search is.
+
+    Attributes:
+        best: limits that have done best so far, in bytes.
+        best_ns: how long the jobs' mini-batches took under them; empty: not measured.
+        tried: limits that are being tried.
+        moves: pairs of jobs, from which to which memory is moved, that are still to be tried.
+        counts: mini-batches that each job had made when the trial began.
+        fastest_ns: shortest mini-batch of each job so far.
+    """
+
+    best: Mapping[str, int] = field(default_factory=dict)
+    best_ns: Mapping[str, int] = field(default_factory=dict)
+    tried: Mapping[str, int] = field(default_factory=dict)
+    moves: tuple[tuple[str, str], ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    fastest_ns: Mapping[str, int] = field(default_factory=dict)
+
+
+def advance(trial: Trial, capacity_bytes: int, demands: Mapping[str, int], jobs: tuple[SharingJob, ...]) -> Trial:
+    """The next state: begun anew when other jobs are there, and one move further when the last one can be judged."""
+    names = {job.name for job in jobs}
+    if set(trial.tried) != names:
+        limits = divided(capacity_bytes, demands)
+        return Trial(limits, {}, limits, _all_moves(names), _counts(jobs))
+    durations = {job.name: job.statistics.mini_batch_ns for job in jobs if job.statistics}
+    made = {name: count - trial.counts.get(name, 0) for name, count in _counts(jobs).items()}
+    if len(durations) < len(names) or min(made.values()) < _BATCHES or min(durations.values()) <= 0:
+        return trial
+    fastest_ns = {name: min(ns, trial.fastest_ns.get(name, ns)) for name, ns in durations.items()}
+    if not trial.best_ns or _speed(durations, fastest_ns) > _speed(trial.best_ns, fastest_ns) * (1 + _GAIN):
+        # What has helped is done again, as long as it helps.
+        trial = replace(trial, best=trial.tried, best_ns=durations)
+    else:
+        trial = replace(trial, moves=trial.moves[1:])
+    tried = _moved(trial.best, trial.moves[0], capacity_bytes) if trial.moves else dict(trial.best)
+    return replace(trial, tried=tried, counts=_counts(jobs), fastest_ns=fastest_ns)
+
+
+def _speed(durations: Mapping[str, int], fastest_ns: Mapping[str, int]) -> float:
+    """Sum of the jobs' speeds, each against its best."""
+    return sum(fastest_ns[name] / duration_ns for name, duration_ns in durations.items())
+
+
+def _moved(limits: Mapping[str, int], move: tuple[str, str], capacity_bytes: int) -> dict[str, int]:
+    giver, getter = move
+    amount = min(limits[giver], int(_MOVED * capacity_bytes))
+    return {**limits, giver: limits[giver] - amount, getter: limits[getter] + amount}
+
+
+def _all_moves(names: set[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((giver, getter) for giver in sorted(names) for getter in sorted(names) if giver != getter)
+
+
+def _counts(jobs: tuple[SharingJob, ...]) -> dict[str, int]:
+    return {job.name: job.statistics.boundaries if job.statistics else 0 for job in jobs}
+
 
 # An order that is not renewed lapses after this. The coordinator renews it several times in that time.
 VALID_NS = 150_000_000
@@ -75,7 +312,7 @@ class Decision:
 
 
 def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, Decision]]:
-    """What all jobs of a GPU are to do, if none of them has processes on other GPUs (`gangs.py`).
+    """What all jobs of a GPU are to do, if none of them has processes on other GPUs (`decide.py`).
 
     Args:
         state: what the call before returned.
@@ -239,20 +476,20 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
 def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
     """New limits for the opportunistic jobs."""
     jobs = seen.opportunistic
-    demands = {job.name: memory.demand_bytes(job, seen.capacity_bytes) for job in jobs}
+    demands = {job.name: demand_bytes(job, seen.capacity_bytes) for job in jobs}
     if seen.guaranteed is None and not seen.is_reserved:
         return _share_memory(state, seen, demands, now_ns)
     if seen.is_awaited:  # the coordinator before has told them what the guaranteed job leaves
-        kept = {job.name: memory.kept_bytes(job, seen.capacity_bytes) for job in jobs}
+        kept = {job.name: kept_bytes(job, seen.capacity_bytes) for job in jobs}
         return replace(state, limits=kept, trial=Trial(), raised_ns=now_ns)
     available = 0
     if seen.guaranteed and _is_settled(state, seen.guaranteed):
         record = seen.guaranteed.statistics or Statistics()
         peak_bytes = max(record.peak_bytes, state.pacing.history.peak_bytes)
-        available = memory.left_bytes(seen.capacity_bytes, peak_bytes + seen.agentless_bytes)
-    wanted = memory.divided(available, demands)
+        available = left_bytes(seen.capacity_bytes, peak_bytes + seen.agentless_bytes)
+    wanted = divided(available, demands)
     may_rise = now_ns - state.raised_ns >= _RAISE_NS
-    limits = memory.stepwise(seen.capacity_bytes, state.limits, wanted, may_rise)
+    limits = stepwise(seen.capacity_bytes, state.limits, wanted, may_rise)
     rises = any(limits[name] > state.limits.get(name, 0) for name in limits)
     return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns if rises else state.raised_ns)
 
@@ -271,7 +508,7 @@ def _share_memory(state: GpuState, seen: Measurements, demands: Mapping[str, int
         each_bytes = spare_bytes // max(1, len(demands))
         limits = {name: demand_bytes + each_bytes for name, demand_bytes in demands.items()}
         return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns)
-    advanced = trial.advance(state.trial, capacity_bytes, demands, seen.opportunistic)
+    advanced = advance(state.trial, capacity_bytes, demands, seen.opportunistic)
     return replace(state, limits=dict(advanced.tried), trial=advanced, raised_ns=now_ns)
 
 
@@ -288,7 +525,7 @@ def _watched(
     for job in seen.opportunistic:
         decision, made = decisions[job.name], job.statistics.boundaries if job.statistics else 0
         complaint = ""
-        if job in memory.overdrawn([job], state.limits) and not seen.is_awaited:
+        if job in overdrawn([job], state.limits) and not seen.is_awaited:
             lowered_ns[job.name] = state.lowered_ns.get(job.name, now_ns)
             gives = _has_given_back(state, job)
             # Who has given back all that he can, and still keeps the guaranteed job short, will not do better later.
@@ -309,3 +546,116 @@ def _watched(
     is_measured = state.pacing.phase is Phase.MEASURING
     before_ns = {name: state.finishing_ns[name] for name in decisions if is_measured and name in state.finishing_ns}
     return replace(state, lowered_ns=lowered_ns, finishing_ns={**lowered_ns, **before_ns}, paused=paused), decisions
+
+
+# What the processes of one job on several GPUs have in common: states and measurements in, orders out. Pure.
+#
+# Such processes train together: each of their mini-batches has a collective operation in which they wait for each
+# other. So one that is held up holds up all, and what it does to a GPU is felt on the others:
+#
+# * *Opportunistic.* Each process uses its own GPU's gaps. When one may begin no mini-batch, none begins another one
+#   than the furthest has begun: they meet at that boundary, where each has given memory back and nobody waits in a
+#   collective operation, which would keep a GPU busy. Who is behind goes on until there.
+# * *Guaranteed.* Its pace alone is measured on all of its GPUs at once: others on one of them would make it look slow
+#   on all.
+
+Decisions = dict[str, dict[str, Decision]]
+
+
+def decide_all(
+    states: Mapping[str, GpuState], seen: Mapping[str, Measurements], now_ns: int
+) -> tuple[dict[str, GpuState], Decisions]:
+    """What all jobs of a node's GPUs are to do.
+
+    Args:
+        states: what the call before returned, by the GPU's name.
+        seen: each GPU and its jobs. A process has a name of its own among those of all GPUs.
+        now_ns: the time.
+
+    Returns:
+        The new states, and for each GPU its jobs' decisions by their names.
+    """
+    seen = _with_jobs(seen, lambda job: believed(job, now_ns))
+    meetings = _meetings(seen)
+    seen = _with_jobs(seen, lambda job: replace(job, meet_at=meetings.get(job.name, 0)))
+    paces = {gpu: paced(states[gpu], measured, now_ns) for gpu, measured in seen.items()}
+    paces = _measured_together(states, paces, seen)
+    new_states, decisions = dict[str, GpuState](), Decisions()
+    for gpu, measured in seen.items():
+        new_states[gpu], decisions[gpu] = orders(replace(states[gpu], pacing=paces[gpu]), measured, now_ns)
+    return new_states, _met(decisions, seen)
+
+
+def _with_jobs(
+    seen: Mapping[str, Measurements], changed: Callable[[SharingJob], SharingJob]
+) -> dict[str, Measurements]:
+    return {gpu: replace(measured, jobs=tuple(map(changed, measured.jobs))) for gpu, measured in seen.items()}
+
+
+def _gangs(seen: Mapping[str, Measurements], job_class: JobClass) -> Iterator[list[tuple[str, SharingJob]]]:
+    """Of each job with several processes, these, each with its GPU."""
+    found: dict[str, list[tuple[str, SharingJob]]] = {}
+    for gpu, measured in seen.items():
+        for job in measured.jobs:
+            if job.gang and job.job_class is job_class:
+                found.setdefault(job.gang, []).append((gpu, job))
+    return (processes for processes in found.values() if len(processes) > 1)
+
+
+def _meetings(seen: Mapping[str, Measurements]) -> dict[str, int]:
+    """At which boundary the processes of an opportunistic job meet, by the name of each."""
+    return {
+        job.name: max(1, *(_furthest(other) for _, other in processes))
+        for processes in _gangs(seen, JobClass.OPPORTUNISTIC)
+        for _, job in processes
+    }
+
+
+def _furthest(job: SharingJob) -> int:
+    """The boundary that a process comes to next, or at which it is. Its first one comes after it has got ready."""
+    record = job.statistics
+    if record is None or not record.boundaries:
+        return 0
+    return record.boundaries if record.is_idle else record.boundaries + 1
+
+
+def _met(decisions: Decisions, seen: Mapping[str, Measurements]) -> Decisions:
+    """Orders by which no process of a job begins a mini-batch in which it would wait for one that is held up."""
+    for processes in _gangs(seen, JobClass.OPPORTUNISTIC):
+        held = next(((gpu, job) for gpu, job in processes if not _may_begin(decisions[gpu][job.name])), None)
+        if held is None:
+            continue
+        reason = decisions[held[0]][held[1].name].reason
+        for gpu, job in processes:
+            decision = decisions[gpu][job.name]
+            if _may_begin(decision):
+                decisions[gpu][job.name] = replace(
+                    decision,
+                    order=replace(decision.order, meet_at=job.meet_at),
+                    reason=f"it waits at boundary {job.meet_at} for its process on {held[0]}: {reason}",
+                )
+    return decisions
+
+
+def _may_begin(decision: Decision) -> bool:
+    return decision.order.verdict == Verdict.RUN and not decision.order.meet_at
+
+
+def _measured_together(
+    before: Mapping[str, GpuState], after: dict[str, Pacing], seen: Mapping[str, Measurements]
+) -> dict[str, Pacing]:
+    """The pace of each GPU's guaranteed job, where one that is measured on one GPU is measured on all of its GPUs."""
+    for processes in _gangs(seen, JobClass.GUARANTEED):
+        # A process that makes no mini-batches would have the others wait for ever.
+        gpus = {gpu for gpu, job in processes if job.statistics and job.statistics.boundaries}
+        if len(gpus) < 2 or all(after[gpu].phase is Phase.SHARING for gpu in gpus):
+            continue
+        is_known = all(after[gpu].phase is Phase.SHARING or after[gpu].alone is not None for gpu in gpus)
+        for gpu in gpus:
+            if is_known:
+                after[gpu] = replace(after[gpu], phase=Phase.SHARING)
+            elif before[gpu].pacing.phase is Phase.SHARING:
+                after[gpu] = measured_anew(after[gpu], "another of its GPUs is measured")
+            else:  # it is known here, and waits for the others
+                after[gpu] = replace(after[gpu], phase=Phase.MEASURING)
+    return after

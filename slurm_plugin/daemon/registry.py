@@ -1,7 +1,7 @@
 """The jobs that report to the daemon, and what each may have. Pure; called by `server.py`; the clock is an argument.
 
 A job is known from its first report until Slurm says that it is not running any more. What it says of itself counts as
-far as Slurm bears it out (`known.py`), and a job that has been silent for long wants no more than it has. A round of
+far as Slurm bears it out (`registry.py`), and a job that has been silent for long wants no more than it has. A round of
 the policy follows each reading of the cluster and each report that wants something else, at most one a second. While
 Slurm does not answer, nobody is forgotten and nobody new is let in.
 """
@@ -9,36 +9,392 @@ Slurm does not answer, nobody is forgotten and nobody new is let in.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from hetstream.hetjob.measured import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobNow, JobStatus, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
-from hetstream.slurm_plugin.daemon.claimed_work import Promise, Promises, claim_s
-from hetstream.slurm_plugin.daemon.jobs_table import Since, Times, pool_of, table_of, with_room
-from hetstream.slurm_plugin.daemon.known import (
-    Held,
-    companions_of_jobs,
-    first_grant,
-    held_by_jobs,
-    memory_of,
-    own_minimum,
-    silent_after_s,
-)
-from hetstream.slurm_plugin.daemon.pace import Pace
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
-from hetstream.slurm_plugin.daemon.preferred import Preference
-from hetstream.slurm_plugin.daemon.room import Size, pool_partitions, room_of
-from hetstream.slurm_plugin.daemon.traffic import bytes_per_worker_s
+from hetstream.slurm_plugin.daemon.nodes import Preference, Size, bytes_per_worker_s, pool_partitions, pool_room_of
+from hetstream.slurm_plugin.daemon.settings import Pace, PolicySettings, Promise, Promises, claim_s
 from hetstream.slurm_plugin.errors import PolicyError
-from hetstream.slurm_plugin.policy.check import check_allocation, check_table
-from hetstream.slurm_plugin.policy.choices import Rules, policy_named, under_all_rules
-from hetstream.slurm_plugin.policy.curves import speed_at
-from hetstream.slurm_plugin.policy.reasons import explain
-from hetstream.slurm_plugin.policy.staleness import FALL_BACK_AFTER_S
-from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Policy, Pool
+from hetstream.slurm_plugin.policy.filling import speed_at
+from hetstream.slurm_plugin.policy.policies import Rules, policy_named, under_all_rules
+from hetstream.slurm_plugin.policy.rules import FALL_BACK_AFTER_S, caps_of
+from hetstream.slurm_plugin.policy.table import (
+    Allocation,
+    Floats,
+    JobTable,
+    Policy,
+    Pool,
+    check_allocation,
+    check_table,
+    explain,
+    job_table,
+)
+
+# What Slurm knows of a job's data workers: (snapshot) -> CPUs by job, which no report can exceed. Pure.
+#
+# Called by the registry. A job says itself what it has and wants; a share that rests on that alone could be taken by
+# whoever says the most.
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one job has of data workers, as Slurm says.
+
+    Attributes:
+        component_cpus: CPUs of its components without GPUs in the divided partitions, which it has in any case.
+        companion_cpus: CPUs of its companions, those that wait in the queue among them.
+        num_companions: how many those are.
+        companion_memory_mb: memory of those.
+    """
+
+    component_cpus: int = 0
+    companion_cpus: int = 0
+    num_companions: int = 0
+    companion_memory_mb: int = 0
+
+
+def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Collection[str]) -> dict[str, Held]:
+    """What each of these jobs has. A companion says itself whose it is, so it must be of the same user.
+
+    Args:
+        snapshot: the cluster.
+        owners: the leaders, by number.
+        partitions: whose CPUs are divided.
+    """
+    found: dict[str, Held] = {}
+    for job in snapshot.jobs:
+        leader = str(job.het.het_job_id) if job.het and job.het.offset else job.trainer
+        owner = owners.get(leader)
+        if owner is None or (job.uid, job.user) != (owner.uid, owner.user):
+            continue
+        before = found.get(leader, Held())
+        if job.het:
+            if job.is_running and not job.count("gpu") and set(job.partitions) & set(partitions):
+                found[leader] = replace(before, component_cpus=before.component_cpus + job.num_cpus)
+        elif not job.count("gpu"):  # those of a stage on GPUs are not divided
+            found[leader] = replace(
+                before,
+                companion_cpus=before.companion_cpus + job.num_cpus,
+                num_companions=before.num_companions + 1,
+                companion_memory_mb=before.companion_memory_mb + job.memory_mb,
+            )
+    return found
+
+
+def companions_of_jobs(snapshot: Snapshot, owners: Mapping[str, Job]) -> dict[str, tuple[CompanionSeen, ...]]:
+    """The companions of each of these jobs, those that wait in the queue among them.
+
+    Args:
+        snapshot: the cluster.
+        owners: the leaders, by number.
+    """
+    found: dict[str, list[CompanionSeen]] = {}
+    for job in snapshot.jobs:
+        owner = owners.get(job.trainer) if not job.het else None
+        if owner is not None and (job.uid, job.user) == (owner.uid, owner.user):
+            seen = CompanionSeen(str(job.job_id), job.mark, job.state, job.num_cpus)
+            found.setdefault(job.trainer, []).append(seen)
+    return {leader: tuple(seen) for leader, seen in found.items()}
+
+
+class Claim(NamedTuple):
+    """What a policy is told that a job has and wants; see `JobTable`."""
+
+    minimum: int
+    wanted: int
+    cpus: int
+    current: int
+
+
+def claim_of(report: ReportDemand, held: Held, is_silent: bool) -> Claim:
+    """What a policy is told of a job: its report, as far as Slurm bears it out. To want much gives no right to it.
+
+    Args:
+        report: its last one.
+        held: what Slurm says that it has.
+        is_silent: it has not reported for long; it then wants what it has, and no more.
+    """
+    # Companions that are larger than it says count as large as they are.
+    real_cpus = -(-held.companion_cpus // held.num_companions) if held.num_companions else 0
+    cpus = max(report.cpus, real_cpus)
+    minimum = min(report.minimum, held.component_cpus // cpus)
+    have = minimum + held.num_companions
+    if is_silent:
+        return Claim(minimum, have, cpus, have)
+    return Claim(minimum, max(minimum, report.wanted), cpus, min(report.current, have))
+
+
+def memory_of(report: ReportDemand, held: Held) -> int:
+    """Memory of one of a job's data workers in MB; 0 where neither it nor Slurm says how much that is."""
+    said_mb = (report.measured.worker_memory_mb or 0) if report.measured else 0
+    real_mb = -(-held.companion_memory_mb // held.num_companions) if held.num_companions else 0
+    return max(said_mb, real_mb)
+
+
+def own_minimum(report: ReportDemand, held: Held) -> int:
+    """Data workers of its components; telling it so takes nothing from others."""
+    return min(report.minimum, held.component_cpus // report.cpus)
+
+
+def first_grant(report: ReportDemand, held: Held) -> int:
+    """What a job may have until the shares are divided: what it says that it has, as far as Slurm knows of it."""
+    minimum = own_minimum(report, held)
+    return max(minimum, min(report.current, minimum + held.num_companions))
+
+
+def silent_after_s(num_jobs: int, report_s: float, max_reports_per_s: float) -> float:
+    """After how long without a report a job counts as silent: several reports were due."""
+    return max(300.0, 6 * max(report_s, num_jobs / max_reports_per_s))
+
+
+# A job's speed against CPUs of data workers, from what it has measured: (measurements) -> points. Pure.
+#
+# Called by `registry.py`. The curve is the least concave one above what was measured, so that noise makes no knee
+# where there is none; beyond the last measurement it goes on as it did there with data workers, up to the speed of a
+# trainer that never waits.
+
+# Points of a curve: the beginning, bends, and the knee.
+POINTS = 8
+# No loading needs more: a job that says so says too much. The most that is published are 64 to 128.
+MAX_CPUS_PER_GPU = 256.0
+# A job that has measured nothing is taken to be so fast with the machines' own number of CPUs, and faster beyond.
+_ASSUMED_SPEED = 0.5
+# Of a speed as a share of the ideal. What a job reports may be as near to 0 as it likes; what is divided by it may not.
+_DIGITS = 9
+
+Curve = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def curve_of(measured: Measured, gpus: float) -> Curve:
+    """CPUs and speeds, `POINTS` each.
+
+    Args:
+        measured: with at least one point of one data worker or more.
+        gpus: of the job, as Slurm says.
+    """
+    return _curve_of(measured.points, measured.ideal_steps_per_s, gpus)
+
+
+# By what the curve depends on alone: the rest of a job's measurements is another one in each report.
+@lru_cache(1 << 16)
+def _curve_of(points: tuple[SpeedPoint, ...], ideal_steps_per_s: float, gpus: float) -> Curve:
+    most = MAX_CPUS_PER_GPU * max(gpus, 1.0)
+    known, local = {0.0: 0.0}, 0.0
+    for point in points:
+        cpus = float(point.cpus * point.workers)
+        share = round(min(point.steps_per_s / ideal_steps_per_s, 1.0), _DIGITS)
+        if not point.workers:
+            local = max(local, share)
+        elif cpus <= most:
+            known[cpus] = max(known.get(cpus, 0.0), share)
+    hull = _hull(sorted(known.items()))
+    end_cpus, end_speed = hull[-1]
+    if len(hull) > 1 and end_speed < 1.0:
+        before_cpus, before_speed = hull[-2]
+        slope = (end_speed - before_speed) / (end_cpus - before_cpus)
+        reach = min(end_cpus + (1.0 - end_speed) / slope, most) if slope > 0 else end_cpus
+        hull[-1:] = [(reach, min(end_speed + slope * (reach - end_cpus), 1.0))]
+    # Data workers take the place of the job's own loading. One that is hardly faster than that is no bend: the second
+    # brings as much as the first makes, not as little as the first gained.
+    return _padded(_hull([(0.0, local), *hull[1:]]))
+
+
+def assumed_curve(wanted_cpus: float, gpus: float, cpus_per_gpu: float) -> Curve:
+    """The curve of a job that has measured nothing: by the machines' ratio, so that to want much gives no right to it.
+
+    Args:
+        wanted_cpus: of all data workers that it wants.
+        gpus: of the job.
+        cpus_per_gpu: of the site's machines.
+    """
+    knee = cpus_per_gpu * max(gpus, 1.0)
+    if wanted_cpus * _ASSUMED_SPEED <= knee:
+        return _padded([(0.0, 0.0), (wanted_cpus, 1.0)] if wanted_cpus > 0 else [(0.0, 0.0)])
+    return _padded([(0.0, 0.0), (knee, _ASSUMED_SPEED), (wanted_cpus, 1.0)])
+
+
+def _hull(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The upper hull from the left to the greatest speed."""
+    hull: list[tuple[float, float]] = []
+    for cpus, speed in points:
+        if hull and speed <= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], (cpus, speed)) >= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append((cpus, speed))
+    return hull
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
+
+
+def _padded(points: list[tuple[float, float]]) -> Curve:
+    # Of too many bends those in the middle go: what is left of a hull is one.
+    while len(points) > POINTS:
+        del points[len(points) // 2]
+    points = points + [points[-1]] * (POINTS - len(points))
+    return tuple(cpus for cpus, _ in points), tuple(speed for _, speed in points)
+
+
+# The jobs that have reported, as the table that policies are told: (jobs, what Slurm says) -> `JobTable`. Pure.
+#
+# Called by the registry at each round. The clock is an argument.
+
+_NOTHING = Held()
+
+
+class Times(NamedTuple):
+    """Of one job, in seconds since the epoch; None where it is not so.
+
+    Attributes:
+        changed_s: since when its limit is what it is.
+        starved_s: since when it is below the floor of speed.
+    """
+
+    changed_s: float | None = None
+    starved_s: float | None = None
+
+
+@dataclass
+class Since:
+    """What the daemon has seen of each job, and keeps for its next life.
+
+    Attributes:
+        changed, starved: by job; see `Times`.
+        promises: what it has claimed of its remaining work until now.
+        touched: gets the jobs whose times are others now.
+    """
+
+    changed: dict[str, float] = field(default_factory=dict)
+    starved: dict[str, float] = field(default_factory=dict)
+    promises: Promises = field(default_factory=Promises)
+    touched: set[str] = field(default_factory=set)
+
+    @classmethod
+    def going_on(cls, times: Mapping[str, Times], promises: Promises, touched: set[str]) -> Since:
+        """As an earlier life of the daemon has left it."""
+        changed = {job: kept.changed_s for job, kept in times.items() if kept.changed_s is not None}
+        starved = {job: kept.starved_s for job, kept in times.items() if kept.starved_s is not None}
+        return cls(changed, starved, promises, touched)
+
+    def times(self, jobs: Iterable[str]) -> dict[str, Times]:
+        """Those of these jobs of which there are any."""
+        found = {job: Times(self.changed.get(job), self.starved.get(job)) for job in jobs}
+        return {job: times for job, times in found.items() if times != Times()}
+
+    def forget(self, job: str) -> None:
+        """It has ended."""
+        self.changed.pop(job, None)
+        self.starved.pop(job, None)
+        self.promises.forget(job)
+
+
+def table_of(
+    jobs: Sequence[Registered],
+    held: Mapping[str, Held],
+    since: Since,
+    settings: PolicySettings,
+    now_s: float,
+    silent_after_s: float,
+) -> JobTable:
+    """One row a job.
+
+    Args:
+        jobs: in ascending order of their ids.
+        held: what Slurm says that each has.
+        since: times that the table has ages of; those of starving, and what jobs have promised, are brought up to date.
+        settings: of the policy.
+        now_s: seconds since the epoch.
+        silent_after_s: a job without a report for so long wants what it has.
+    """
+    claims = [claim_of(job.report, held.get(job.job, _NOTHING), now_s - job.seen_s > silent_after_s) for job in jobs]
+    curves = [_curve(job, claim.wanted * claim.cpus, settings) for job, claim in zip(jobs, claims, strict=True)]
+    remaining = [job.report.measured.remaining if job.report.measured else None for job in jobs]
+    ideal = [job.report.measured.ideal_steps_per_s if job.report.measured else 1.0 for job in jobs]
+    # What is on its way to its limit has not settled: there is nothing yet that could be held.
+    settled = [job.limit == claim.current for job, claim in zip(jobs, claims, strict=True)]
+    users, tenants = codes_of(jobs)
+    table = job_table(
+        job_id=[job.report.job_id for job in jobs],
+        wanted=[claim.wanted for claim in claims],
+        minimum=[claim.minimum for claim in claims],
+        current=[claim.current for claim in claims],
+        cpus=[claim.cpus for claim in claims],
+        gpus=[job.weight for job in jobs],
+        curve_cpus=np.array([curve[0] for curve in curves], np.float64).reshape(len(jobs), POINTS),
+        curve_speed=np.array([curve[1] for curve in curves], np.float64).reshape(len(jobs), POINTS),
+        remaining_s=[left.steps / rate if left else np.nan for left, rate in zip(remaining, ideal, strict=True)],
+        remaining_sigma=[left.sigma if left else 0.0 for left in remaining],
+        total_s=[
+            left.total_steps / rate if left and left.total_steps else np.nan
+            for left, rate in zip(remaining, ideal, strict=True)
+        ],
+        age_s=[max(0.0, now_s - job.submit_s) if job.submit_s else 0.0 for job in jobs],
+        starved_s=[max(0.0, now_s - since.starved.get(job.job, now_s)) for job in jobs],
+        held_s=[
+            max(0.0, now_s - since.changed.get(job.job, -np.inf)) if is_settled else np.inf
+            for job, is_settled in zip(jobs, settled, strict=True)
+        ],
+        stale_s=[max(0.0, now_s - job.seen_s) for job in jobs],
+        user=[users[job.user] for job in jobs],
+        tenant=[tenants[job.account] for job in jobs],
+    )
+    speed = speed_at(table, (table.current * table.cpus).astype(np.float64))
+    _note_starving(jobs, speed, since, settings.floor, now_s)
+    # One that runs beyond its time limit, which a site may allow, has none that says anything.
+    left_s = np.array([job.end_s - now_s if job.end_s > now_s else np.inf for job in jobs], np.float64)
+    return since.promises.believed(table, [job.job for job in jobs], speed, left_s, now_s)
+
+
+def pool_of(jobs: Sequence[Registered], cpus: int, settings: PolicySettings) -> Pool:
+    """The pool with the caps of the users and tenants of these jobs."""
+    users, tenants = codes_of(jobs)
+    return Pool(cpus, caps_of(tenants, settings.tenant_caps), caps_of(users, settings.user_caps))
+
+
+def with_room(table: JobTable, num_workers: Sequence[int]) -> JobTable:
+    """The table in which no job may have more than nodes have room for.
+
+    Args:
+        table: the jobs.
+        num_workers: companions of each that all nodes hold.
+    """
+    room = np.array(num_workers, np.int64)
+    return replace(table, cap=np.minimum(table.cap, np.maximum(table.minimum + room, table.current)))
+
+
+def codes_of(jobs: Sequence[Registered]) -> tuple[dict[str, int], dict[str, int]]:
+    """Numbers of the users and of the tenants, in the order of their names."""
+    users = {name: code for code, name in enumerate(sorted({job.user for job in jobs}))}
+    tenants = {name: code for code, name in enumerate(sorted({job.account for job in jobs}))}
+    return users, tenants
+
+
+def _curve(job: Registered, wanted_cpus: int, settings: PolicySettings) -> Curve:
+    measured = job.report.measured
+    if measured is None or not any(point.workers for point in measured.points):
+        return assumed_curve(float(wanted_cpus), job.weight, settings.cpus_per_gpu)
+    return curve_of(measured, job.weight)
+
+
+def _note_starving(jobs: Sequence[Registered], speed: Floats, since: Since, floor: float, now_s: float) -> None:
+    for job, is_starved in zip(jobs, (speed < floor).tolist(), strict=True):
+        if is_starved == (job.job in since.starved):
+            continue
+        since.touched.add(job.job)
+        if is_starved:
+            since.starved[job.job] = now_s
+        else:
+            del since.starved[job.job]
 
 
 @dataclass(frozen=True)
@@ -286,7 +642,7 @@ class Registry:
         assert self._snapshot is not None
         jobs, silent_s = self._in_order(), self._silent_s()
         table = table_of(jobs, self._held, self._since, settings, now_s, silent_s)
-        room = room_of(self._snapshot, self.partitions, {job.job: job.user for job in jobs})
+        room = pool_room_of(self._snapshot, self.partitions, {job.job: job.user for job in jobs})
         sizes = [
             Size(cpus, memory_of(job.report, self._of(job)))
             for job, cpus in zip(jobs, table.cpus.tolist(), strict=True)

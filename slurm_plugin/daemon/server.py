@@ -15,53 +15,167 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
 from hetstream.base.errors import ConfigError, HetstreamError
-from hetstream.base.places import Places
-from hetstream.base.turns import Turns
+from hetstream.base.limits import Places, Turns
 from hetstream.base.unix_sockets import listen_at, peer_of
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import TcpAddress, UnixAddress
-from hetstream.hetjob.site.gpus import AskGpus, ReportGpus
+from hetstream.hetjob.site.client import Munge, TcpAddress, UnixAddress
 from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
     Answer,
+    AskGpus,
     AskPolicy,
     AskReading,
     AskStatus,
     DecisionTaken,
+    GpuNow,
     JobNow,
+    NodeGpus,
+    RefuseGpus,
     RefusePolicy,
+    RefuseReading,
     ReportDemand,
+    ReportGpus,
     Request,
     SetPolicy,
+    ShowGpus,
     ShowPolicy,
+    ShowReading,
     ShowStatus,
+    TakeGpus,
     answer_mac,
     answer_text,
     decode_request,
 )
-from hetstream.hetjob.site.munge import Munge
-from hetstream.mpi_dataworkers.faults import reach
-from hetstream.slurm_plugin.client.hidden import hidden_by
-from hetstream.slurm_plugin.client.model import Cluster, Job
-from hetstream.slurm_plugin.client.users import names_of
-from hetstream.slurm_plugin.daemon.gpu_readings import GpuReadings
-from hetstream.slurm_plugin.daemon.offer import Offer, offer
-from hetstream.slurm_plugin.daemon.options import DaemonOptions
-from hetstream.slurm_plugin.daemon.pace import Pace
-from hetstream.slurm_plugin.daemon.policy_settings import decode_settings
+from hetstream.mpi_dataworkers.process.faults import reach
+from hetstream.slurm_plugin.client.model import Cluster, Job, names_of
+from hetstream.slurm_plugin.client.read import hidden_by
 from hetstream.slurm_plugin.daemon.registry import Change, Registry
+from hetstream.slurm_plugin.daemon.settings import DaemonOptions, Pace, decode_settings
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
 from hetstream.slurm_plugin.errors import PolicyError, ServeError
-from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
-from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, pack
+from hetstream.slurm_plugin.insight.observation import History, Monitor, Reading
+from hetstream.slurm_plugin.policy.policies import POLICIES
+
+# What the daemon answers to those who ask for its last reading: (reading) -> two answers. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The answers of one reading, encoded.
+
+    Attributes:
+        to_all: to root and the daemon's own user, who see what the daemon sees.
+        to_users: to everybody else.
+    """
+
+    to_all: bytes
+    to_users: bytes
+
+
+def offer(reading: Reading) -> Offer:
+    """Answer with the reading, or say why not."""
+    if reading.observation is None:
+        return _refusal(reading.error or "the first reading is not there yet")
+    snapshot = reading.observation.snapshot
+    packed = pack(snapshot)
+    if len(packed) > MAX_PACKED_BYTES:
+        return _refusal(f"the reading has {len(packed)} bytes: at most {MAX_PACKED_BYTES} are sent")
+    text = answer_text(ShowReading(packed))
+    hidden = hidden_by(snapshot.config)
+    if not hidden:
+        return Offer(text, text)
+    return Offer(text, answer_text(RefuseReading(f"{hidden} shows each user another part of the cluster")))
+
+
+def _refusal(reason: str) -> Offer:
+    text = answer_text(RefuseReading(reason))
+    return Offer(text, text)
+
+
+# What nodes told of their shared GPUs, kept in memory for the packer: who may tell, and who may see. Pure.
+#
+# Readings are some seconds old or worth nothing, so none is written down: after the daemon's start they come again.
+
+# Two reports may be lost before the packer holds a reading for too old.
+REPORT_S = 5.0
+# A node that has told nothing for so long is forgotten.
+_FORGET_S = 600.0
+
+
+class GpuReadings:
+    """The last reading of each node.
+
+    Args:
+        trusted: users who may tell and see, beside root and this process's own. Jobs cannot run as one of these, so no
+            job tells anything about itself.
+    """
+
+    def __init__(self, trusted: Collection[int] = ()) -> None:
+        self._trusted = frozenset({0, os.geteuid(), *trusted})
+        self._reports: dict[str, tuple[float, ReportGpus]] = {}
+
+    def trusts(self, uid: int) -> bool:
+        """Whether a user may tell, and see all."""
+        return uid in self._trusted
+
+    def report(self, uid: int, report: ReportGpus, now_s: float) -> TakeGpus | RefuseGpus:
+        """Take a node's word.
+
+        Args:
+            uid: of who reports.
+            report: what it says.
+            now_s: by a clock that never goes back.
+        """
+        if not self.trusts(uid):
+            return RefuseGpus(
+                f"user {uid} does not tell of GPUs here: start the daemon with --gpu-reporters={uid} if it should"
+            )
+        self._reports = {node: last for node, last in self._reports.items() if now_s - last[0] < _FORGET_S}
+        self._reports[report.node] = now_s, report
+        return TakeGpus(REPORT_S)
+
+    def show(self, uid: int, hidden: str, wait_shares: Mapping[str, float], now_s: float) -> ShowGpus | RefuseGpus:
+        """All readings.
+
+        Args:
+            uid: of who asks. How jobs fare, a user is told of his own alone.
+            hidden: why users do not see all of the cluster; empty if they do.
+            wait_shares: of jobs, by id; what jobs tell of themselves is for trusted users alone.
+            now_s: as for `report`.
+        """
+        if hidden and not self.trusts(uid):
+            return RefuseGpus(hidden)
+        reports = sorted(self._reports.items())
+        if self.trusts(uid):
+            nodes = tuple(NodeGpus(node, now_s - at_s, report.gpus) for node, (at_s, report) in reports)
+            return ShowGpus(nodes, dict(wait_shares))
+        own = tuple(
+            NodeGpus(node, now_s - at_s, tuple(_with_own_jobs(gpu, uid) for gpu in report.gpus))
+            for node, (at_s, report) in reports
+        )
+        return ShowGpus(own, {})
+
+    def answer(
+        self, uid: int, question: ReportGpus | AskGpus, hidden: str, wait_shares: Mapping[str, float], now_s: float
+    ) -> TakeGpus | ShowGpus | RefuseGpus:
+        """Either of them."""
+        if isinstance(question, ReportGpus):
+            return self.report(uid, question, now_s)
+        return self.show(uid, hidden, wait_shares, now_s)
+
+
+def _with_own_jobs(gpu: GpuNow, uid: int) -> GpuNow:
+    return msgspec.structs.replace(gpu, jobs=tuple(job for job in gpu.jobs if job.uid == uid))
+
 
 log = logging.getLogger(__name__)
 

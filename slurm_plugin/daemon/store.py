@@ -20,13 +20,11 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
-from hetstream.base.own_lock import keep_to_owner
+from hetstream.base.locks import keep_to_owner
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
-from hetstream.mpi_dataworkers.faults import reach
-from hetstream.slurm_plugin.daemon.claimed_work import Promise
-from hetstream.slurm_plugin.daemon.jobs_table import Times
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
-from hetstream.slurm_plugin.daemon.registry import Registered
+from hetstream.mpi_dataworkers.process.faults import reach
+from hetstream.slurm_plugin.daemon.registry import Registered, Times
+from hetstream.slurm_plugin.daemon.settings import PolicySettings, Promise, decode_settings
 from hetstream.slurm_plugin.database import (
     ForeignDatabase,
     OtherSchema,
@@ -34,10 +32,10 @@ from hetstream.slurm_plugin.database import (
     create_private,
     is_new,
     locked_by_another,
+    make_place,
     transaction,
 )
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
-from hetstream.slurm_plugin.safe_place import make_place
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.database import make_place
 from hetstream.slurm_plugin.devcluster import cgroups, packing, render, site_setup, sites
 from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
 from hetstream.slurm_plugin.devcluster.namespaces import free_subnet, make_network
@@ -40,10 +41,8 @@ from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, Ro
 from hetstream.slurm_plugin.devcluster.status import is_live, list_nodes
 from hetstream.slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
 from hetstream.slurm_plugin.errors import BootFailed, ClusterExists
-from hetstream.slurm_plugin.install.installation import HOOKS, LUA_DIR, hook_text
-from hetstream.slurm_plugin.install.umask import readable_by_all
-from hetstream.slurm_plugin.program import own_program
-from hetstream.slurm_plugin.safe_place import make_place
+from hetstream.slurm_plugin.install.installation import HOOKS, LUA_DIR, hook_text, readable_by_all
+from hetstream.slurm_plugin.submit.program import own_program
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
 READY_TIMEOUT_S = 60.0

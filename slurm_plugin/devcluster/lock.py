@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from hetstream.base.own_lock import own_lock
+from hetstream.base.locks import own_lock
 from hetstream.slurm_plugin.errors import DevclusterError
 
 # Root alone can make files there.

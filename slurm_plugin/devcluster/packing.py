@@ -1,7 +1,7 @@
 """Sharing of GPUs in a throw-away cluster, by `up --packing`: from its spec to text, paths and commands. Pure.
 
 Called by render.py, boot.py and site_setup.py. Each GPU of a node is an emulated one, on which real programs share one
-core (`hetjob/gpu/devices/`). As on a site, each node has a coordinator; here it runs as root, like all of Slurm's
+core (`hetjob/gpu/`). As on a site, each node has a coordinator; here it runs as root, like all of Slurm's
 daemons. What there is, is told in docs/devcluster.md.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
-from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, node_script
-from hetstream.slurm_plugin.packing.upgrade import FIRST_THAT_EXEMPTS
+from hetstream.slurm_plugin.install.units import SCRIPTS, node_script
+from hetstream.slurm_plugin.packing.quota_packer import FIRST_THAT_EXEMPTS
 
 # The partition of opportunistic jobs, and the GRES by which they stand on GPUs that others hold: type pN is GPU N.
 PARTITION, GRES = "opp", "opp"

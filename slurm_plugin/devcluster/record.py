@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.files import Directory, UntrustedFile
-from hetstream.hetjob.convert_class import PARTITIONS_VARIABLE
+from hetstream.hetjob.convert.plan import PARTITIONS_VARIABLE
+from hetstream.slurm_plugin.database import check_place
 from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost, plan_network
 from hetstream.slurm_plugin.devcluster.spec import NAME_RULE
 from hetstream.slurm_plugin.errors import DevclusterError, UnsafePlace
-from hetstream.slurm_plugin.safe_place import check_place
 
 RECORD_FILE = "cluster.json"
 DAEMONS_FILE = "daemons.json"

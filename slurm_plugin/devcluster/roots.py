@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.slurm_plugin.database import check_place, make_place
 from hetstream.slurm_plugin.devcluster.apt import has_apt, run_quietly
 from hetstream.slurm_plugin.devcluster.install import PACKAGES, SLURMDBD_PACKAGES
 from hetstream.slurm_plugin.devcluster.lock import locked
@@ -31,8 +32,7 @@ from hetstream.slurm_plugin.devcluster.programs import (
 )
 from hetstream.slurm_plugin.devcluster.spec import RootPaths
 from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
-from hetstream.slurm_plugin.install.umask import readable_by_all
-from hetstream.slurm_plugin.safe_place import check_place, make_place
+from hetstream.slurm_plugin.install.installation import readable_by_all
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
 

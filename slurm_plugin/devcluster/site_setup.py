@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.devcluster import packing, render, sites
 from hetstream.slurm_plugin.devcluster.private_run import command_text
@@ -27,7 +27,7 @@ from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.render import version_tuple
 from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, RootPaths
 from hetstream.slurm_plugin.errors import BootFailed, SlurmMissing
-from hetstream.slurm_plugin.program import own_program
+from hetstream.slurm_plugin.submit.program import own_program
 
 # Small enough for a laptop; Slurm's jobs of a day need no more.
 DATABASE_OPTIONS = (

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from hetstream.hetjob.ended_job import EndedJob
-from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
+from hetstream.hetjob.convert.spec import DEFAULT_TRAINER_CPUS_PER_GPU
+from hetstream.hetjob.job.ended_job import EndedJob
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import measure_table, shapes_on
-from hetstream.slurm_plugin.insight.node_table import NodeTable
-from hetstream.slurm_plugin.insight.shapes import Hardware, alike_jobs, shape_of
+from hetstream.slurm_plugin.insight.node_table import Hardware, NodeTable, alike_jobs, shape_of
 from hetstream.slurm_plugin.insight.why import Explainer
 
 # A trainer that waits for a twentieth of its time is worth a look.

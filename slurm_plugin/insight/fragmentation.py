@@ -17,9 +17,17 @@ import numpy as np
 
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, gpu_share
-from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
-from hetstream.slurm_plugin.insight.room import OTHER_USERS
-from hetstream.slurm_plugin.insight.shapes import RESOURCES, Hardware, Shape, alike_jobs, pending_shapes
+from hetstream.slurm_plugin.insight.lacking import OTHER_USERS
+from hetstream.slurm_plugin.insight.node_table import (
+    RESOURCES,
+    Counts,
+    Hardware,
+    Mask,
+    NodeTable,
+    Shape,
+    alike_jobs,
+    pending_shapes,
+)
 
 # The paper counts machines with all CPUs taken and more than this share of the GPUs free, and the reverse.
 MUCH_FREE = 0.25

@@ -6,13 +6,13 @@ waits for Resources although it has room, and others have a word that is long ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
-from hetstream.slurm_plugin.insight.lacking import NOT_LOOKED_AT, Blocker
-from hetstream.slurm_plugin.insight.room import COMPLETING, OTHER_USERS
-from hetstream.slurm_plugin.insight.shapes import Shape
+from hetstream.slurm_plugin.client.model import CUT, Gres, Job, Node, Snapshot, has_task
+from hetstream.slurm_plugin.insight.lacking import COMPLETING, NOT_LOOKED_AT, OTHER_USERS, Blocker
+from hetstream.slurm_plugin.insight.node_table import Shape
 from hetstream.slurm_plugin.insight.why import HIDDEN, NODE_COUNT, SOCKETS, Explainer, Explanation
 
 # What nothing changes comes first, then what somebody must do or end, then what is not free; a turn comes last.
@@ -129,3 +129,30 @@ def _with(node: Node, shape: Shape) -> Node:
         memory_allocated_mb=node.memory_mb if shape.all_memory else node.memory_allocated_mb + shape.memory_mb,
         gres_used=(*node.gres_used, *([Gres("gpu", shape.gpu_type, shape.gpus)] if shape.gpus else ())),
     )
+
+
+# Which records of the queue a job id names. Pure; called by `hetstream why` and `hetstream jobs`.
+
+
+def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
+    """The records that a job id names: `29`, `31` with all components, `31+1`, `33` with all tasks, `33_4`.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    match = re.fullmatch(r"(\d+)(?:\+(\d+)|_(\d+))?", name)
+    if not match:
+        raise ValueError(f"job id {name!r}: must be N, N+COMPONENT or N_TASK")
+    number, offset, task = int(match[1]), match[2], match[3]
+    if offset is not None:
+        return [job for job in jobs if job.het and (job.het.het_job_id, job.het.offset) == (number, int(offset))]
+    if task is not None:
+        of_array = [job for job in jobs if job.array_job_id == number]
+        found = [job for job in of_array if has_task(job.array_tasks, int(task))]
+        # Where indices are cut, it may be one of those that are not shown.
+        return found or [job for job in of_array if CUT in job.array_tasks]
+    return [
+        job
+        for job in jobs
+        if number in (job.job_id, job.array_job_id) or (job.het is not None and job.het.het_job_id == number)
+    ]

@@ -1,7 +1,7 @@
 """The last reading of the cluster on its way from the site daemon to the commands that only look. Pure.
 
-The daemon packs it, `slurm_plugin/cli/reading.py` unpacks it. Where Slurm shows some users less (`client/hidden.py`)
-the daemon keeps it to itself: nobody learns more from it than from Slurm.
+The daemon packs it, `slurm_plugin/cli/cluster_source.py` unpacks it. Where Slurm shows some users less
+(`client/read.py`) the daemon keeps it to itself: nobody learns more from it than from Slurm.
 """
 
 from __future__ import annotations

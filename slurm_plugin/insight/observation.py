@@ -6,13 +6,25 @@ Used by `hetstream report`, `hetstream serve` and `hetstream exporter`, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
+
+from hetstream.base import typed_json
+from hetstream.base.errors import HetstreamError
+from hetstream.base.process import sleep_in_parts
 from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, whole_if_near
-from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.client.model import Cluster, Job, Snapshot
+from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, HistoryFile, create_private, transaction
+from hetstream.slurm_plugin.errors import NodesHidden
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure
-from hetstream.slurm_plugin.insight.shapes import alike_jobs
+from hetstream.slurm_plugin.insight.node_table import alike_jobs
 from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
 from hetstream.slurm_plugin.insight.why import Explainer
 
@@ -115,7 +127,7 @@ def observe(snapshot: Snapshot, wait_shares: Mapping[str, float], shared: Shared
 
     Args:
         snapshot: the cluster.
-        wait_shares: what trainers told; see `wait_shares.py`.
+        wait_shares: what trainers told; see `utilisation.py`.
         shared: what the site daemon told of shared GPUs.
     """
     alike = alike_jobs(snapshot.jobs)
@@ -213,3 +225,154 @@ def _sum(parts: Sequence[Waiting]) -> Waiting:
         waited_s=sum(part.waited_s for part in parts),
         longest_s=max(part.longest_s for part in parts),
     )
+
+
+# Samples of a cluster over time, in a small SQLite file. Written and read by the report, the page and the exporter.
+#
+# One row for each sample, about 500 bytes; what is older than `KEEP_S` goes when a new one comes. Several processes may
+# use one file. It holds no names of users or jobs.
+
+KEEP_S = 92 * 86400.0
+# Marks the file as ours (pragma application_id): "hets".
+_APPLICATION_ID = 0x68657473
+_SCHEMA_VERSION = 1
+
+
+class History(HistoryFile):
+    """The file, made with mode 0600 where it does not exist.
+
+    Args:
+        path: in a directory that exists.
+
+    Raises:
+        HistoryError: it cannot be used, or is another program's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "history", "Give another file")
+        self._open(self._connect, self._prepare)
+
+    def _connect(self) -> sqlite3.Connection:
+        create_private(self.path)
+        return sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+
+    def _prepare(self) -> None:
+        if self._is_new(_APPLICATION_ID, _SCHEMA_VERSION):
+            tables = "samples (taken_s real primary key, sample text not null)"
+            self._make(tables, _APPLICATION_ID, _SCHEMA_VERSION)
+
+    def append(self, sample: Sample) -> None:
+        """Keep a sample, and drop those that are too old.
+
+        Raises:
+            HistoryError: it cannot be written.
+        """
+        with self._named(), transaction(self._database):  # of both, so that they are waited for once
+            self._database.execute(
+                "insert or replace into samples values (?, ?)", (sample.taken_s, msgspec.json.encode(sample).decode())
+            )
+            self._database.execute("delete from samples where taken_s < ?", (sample.taken_s - KEEP_S,))
+
+    def since(self, start_s: float) -> list[Sample]:
+        """The samples from a moment on, the oldest first.
+
+        Raises:
+            HistoryError: it cannot be read.
+        """
+        with self._named():
+            rows = self._database.execute(
+                "select sample from samples where taken_s >= ? order by taken_s", (start_s,)
+            ).fetchall()
+            return [typed_json.decode(text, Sample) for (text,) in rows]
+
+
+# Reads the cluster again and again, and goes on when slurmctld does not answer. Used by the exporter and the page.
+#
+# It never changes anything in Slurm, and asks at most once in an interval, however often somebody looks at the result.
+
+logger = logging.getLogger(__name__)
+
+MIN_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the newest attempt went.
+
+    Attributes:
+        observation: None if Slurm could not be read, or was not yet.
+        error: what failed, in one line: reading, or keeping what was read; empty if nothing did.
+        num_errors: kind of error -> how often, since the start.
+        read_s: how long it took.
+        success_s: when one last succeeded, in seconds since the epoch; None if none did.
+    """
+
+    observation: Observation | None = None
+    error: str = ""
+    num_errors: Mapping[str, int] = field(default_factory=dict)
+    read_s: float = 0.0
+    success_s: float | None = None
+
+
+class Monitor:
+    """Makes readings.
+
+    Args:
+        cluster: whom to ask.
+        wait_shares: what running jobs' trainers tell; see `utilisation.py`.
+        history: where samples are kept, or nowhere.
+        shared: tells of shared GPUs; nobody does.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        wait_shares: Callable[[Iterable[Job]], Mapping[str, float]],
+        history: History | None,
+        shared: Callable[[], SharedGpus | None] = lambda: None,
+    ) -> None:
+        self._cluster = cluster
+        self._wait_shares = wait_shares
+        self._history = history
+        self._shared = shared
+        self._errors: Counter[str] = Counter()
+        self._success_s: float | None = None
+        self._said_hidden = False
+
+    def readings(self, interval_s: float, sleep: Callable[[float], object] = sleep_in_parts) -> Iterator[Reading]:
+        """A reading now, and then one in each interval, without end."""
+        while True:
+            reading = self.read()
+            yield reading
+            sleep(max(MIN_INTERVAL_S, interval_s - reading.read_s))
+
+    def read(self) -> Reading:
+        """One reading. A failure is part of it: an exporter that dies with slurmctld cannot say that it is down.
+
+        Raises:
+            NodesHidden: there is nothing to read for this user.
+        """
+        begin_s = time.monotonic()
+        observation, error = None, ""
+        try:
+            snapshot = self._cluster.snapshot()
+            if snapshot.hidden and not self._said_hidden:
+                self._said_hidden = True
+                logger.warning("%s: all figures are of what this user may see", snapshot.hidden)
+            observation = observe(snapshot, self._wait_shares(snapshot.jobs), self._shared())
+            self._success_s = snapshot.taken_s
+            if self._history:
+                self._history.append(observation.sample)
+        except NodesHidden:
+            raise
+        except HetstreamError as exc:
+            error = self._count(exc)
+            logger.warning("the cluster was not read: %s: %s", type(exc).__name__, exc)
+        except Exception as exc:  # counted and logged with its traceback; the next one may go well
+            error = self._count(exc)
+            logger.exception("the cluster was not read")
+        return Reading(observation, error, dict(self._errors), time.monotonic() - begin_s, self._success_s)
+
+    def _count(self, exc: Exception) -> str:
+        self._errors[type(exc).__name__] += 1
+        return str(exc)

@@ -1,4 +1,4 @@
-"""What past jobs say of new submissions: reads the job history, and asks `model/alike.py`.
+"""What past jobs say of new submissions: reads the job history, and asks `model/history.py`.
 
 Called by `hetstream advise`, `hetstream convert --auto` and job masters. First the records of this user's ended jobs
 come into the history; without a single past job no file is made. A history that cannot be used costs the proposals, not
@@ -10,24 +10,96 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from hetstream.base.users import user_name
-from hetstream.hetjob.directives import Directive
-from hetstream.hetjob.elastic.remaining_work import UsualLength
-from hetstream.hetjob.request import gpus_per_task, tasks_per_node
-from hetstream.hetjob.sbatch_options import SbatchOptions
-from hetstream.hetjob.what_runs import what_runs
+from hetstream.base.text import user_name
+from hetstream.hetjob.convert.directives import Directive
+from hetstream.hetjob.convert.render import what_runs
+from hetstream.hetjob.convert.sbatch_options import SbatchOptions
+from hetstream.hetjob.convert.spec import gpus_per_task, tasks_per_node
+from hetstream.hetjob.elastic.step_terms import UsualLength
+from hetstream.hetjob.job.ended_job import EndedJob, load_own_summary, read_ended
+from hetstream.hetjob.job.job import IN_SUBMIT_DIR
+from hetstream.hetjob.master.controller_state_file import Told, told_by
+from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.errors import HistoryError
-from hetstream.slurm_plugin.insight.past_jobs import past_jobs
-from hetstream.slurm_plugin.model.alike import Proposal, last_batch, propose
-from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, JobHistory, history_directory, keeps_plain_names
-from hetstream.slurm_plugin.model.past_job import Features, PastJob
-from hetstream.slurm_plugin.model.usual_length import usual_length
+from hetstream.slurm_plugin.insight.utilisation import directory_of, may_tell
+from hetstream.slurm_plugin.model.history import (
+    CLOCKS_DIFFER_S,
+    HISTORY_FILE,
+    Features,
+    JobHistory,
+    PastJob,
+    Proposal,
+    history_directory,
+    keeps_plain_names,
+    last_batch,
+    past_job_of,
+    propose,
+    usual_length,
+)
+
+# The records that ended hetstream jobs have left where they were submitted. Called by `advise` and `convert --auto`.
+#
+# It reads directories, `job-ID/` in each place, and asks nobody. What this user may not read is left out.
+
+
+def ended_jobs(places: Iterable[Path], since_s: float, until_s: float) -> list[EndedJob]:
+    """Of each script's name and place, the newest of this user's jobs that ended in this time.
+
+    Args:
+        places: that hold directories of jobs, such as `.hetstream` where they were submitted.
+        since_s, until_s: in seconds since the epoch. A record with a later date says not when its job ended.
+    """
+    newest: dict[tuple[Path, str], EndedJob] = {}
+    for directory in _directories(places):
+        try:
+            found = read_ended(directory)
+        except OSError:
+            continue
+        if found is None or not since_s <= found.ended_s <= until_s + CLOCKS_DIFFER_S:
+            continue
+        before = newest.get((directory.parent, found.name))
+        if before is None or before.ended_s < found.ended_s:
+            newest[directory.parent, found.name] = found
+    return sorted(newest.values(), key=lambda job: job.ended_s)
+
+
+def past_jobs(places: Iterable[Path]) -> list[PastJob]:
+    """What the records of this user's own jobs tell, as the job history keeps them.
+
+    What belongs to others is left out: a record in a directory that many can write to must not decide what this user
+    submits.
+
+    Args:
+        places: as of `ended_jobs`.
+    """
+    return [past_job for directory in _directories(places) if (past_job := _read(directory)) is not None]
+
+
+def _directories(places: Iterable[Path]) -> Iterator[Path]:
+    """The directories of jobs in these places."""
+    for place in sorted({path.resolve() for path in places}):
+        try:
+            yield from sorted(place.glob("job-*"))
+        except OSError:
+            continue  # another user's place
+
+
+def _read(directory: Path) -> PastJob | None:
+    try:
+        summary, status = load_own_summary(directory)
+    except (OSError, ValueError):
+        return None  # it runs, is not ours, or no record
+    place = directory.parent  # resolved
+    submit_dir = str(place.parent) if place.name == IN_SUBMIT_DIR else ""
+    job, user = directory.name.split("-")[1], user_name(status.st_uid)
+    return past_job_of(summary, job, user, round(status.st_mtime, 3), submit_dir)
+
 
 log = logging.getLogger(__name__)
 
@@ -181,3 +253,20 @@ def as_directives(proposal: Proposal, given: Sequence[Directive]) -> list[Direct
     return [
         Directive(name, value, "history of past jobs") for name, value in proposal.options.items() if name not in names
     ]
+
+
+# What a running job tells of itself: memory that will be full soon, the parts of its step. Reads a file in the job's
+# directory; asks nobody.
+#
+# Called by `hetstream why`. Only the directories of this user's own jobs are looked into, as in `utilisation.py`.
+
+
+def told_by_job(job: Job) -> Told:
+    """By one record of the queue; nothing also where nothing can be known."""
+    if not may_tell(job):
+        return Told()
+    try:
+        directory = directory_of(job)
+        return told_by(directory) if directory else Told()
+    except (OSError, msgspec.MsgspecError):
+        return Told()  # it is ending, or of another release

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from hetstream.hetjob.site.gpus import GpuNow, JobNow, NodeGpus
+from hetstream.base.text import size_words
+from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingJobNow
 from hetstream.slurm_plugin.client.model import Job
-from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.render.table import size_words
+from hetstream.slurm_plugin.packing.state import PackingRules
 
 _RULES = PackingRules()
 # A trainer that leaves less of its GPU's time is not worth the memory.
@@ -191,9 +191,9 @@ def _note(gpu: GpuNow, job: str) -> str:
 
 
 def _row(
-    node: NodeGpus, gpu: GpuNow, job: str, user: str, job_class: str, fares: JobNow | None, note: str
+    node: NodeGpus, gpu: GpuNow, job: str, user: str, job_class: str, fares: SharingJobNow | None, note: str
 ) -> SharingRow:
-    known = fares or JobNow("-", 0)
+    known = fares or SharingJobNow("-", 0)
     batch_s, alone_s = known.batch_s or None, known.alone_s or None
     held_bytes, host_bytes = (fares.held_bytes, fares.host_bytes) if fares else (None, None)
     return SharingRow(

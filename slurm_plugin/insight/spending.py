@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetstream.slurm_plugin.insight.observation import Sample
-from hetstream.slurm_plugin.prices import Prices
+from hetstream.slurm_plugin.insight.prices import Prices
 
 # A sample says how things were until the next one; not for longer, since nobody looked.
 _LONGEST_GAP_S = 3600.0

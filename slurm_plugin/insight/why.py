@@ -13,14 +13,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetstream.hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
-from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.base.text import duration
+from hetstream.hetjob.convert.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
 from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
-from hetstream.slurm_plugin.client.partitions import why_closed
-from hetstream.slurm_plugin.client.reservations import own_reservations, seen_from
+from hetstream.slurm_plugin.client.parse_text import own_reservations, seen_from, why_closed
+from hetstream.slurm_plugin.client.values import compress
 from hetstream.slurm_plugin.insight.lacking import (
+    COMPLETING,
     NOT_LOOKED_AT,
+    OTHER_USERS,
     Blocker,
+    Kept,
+    Room,
     at_once,
     count,
     found_none,
@@ -29,17 +33,18 @@ from hetstream.slurm_plugin.insight.lacking import (
     lack_several,
     lack_together,
     out_of_use,
+    running_in,
     still_completing,
     together,
+    told_by_slurm,
     too_large,
 )
-from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
-from hetstream.slurm_plugin.insight.reasons import running_in, told_by_slurm
-from hetstream.slurm_plugin.insight.room import COMPLETING, OTHER_USERS, Kept, Room
-from hetstream.slurm_plugin.insight.shapes import (
+from hetstream.slurm_plugin.insight.node_table import (
     RESOURCES,
     Hardware,
     Least,
+    Mask,
+    NodeTable,
     Shape,
     alike_jobs,
     gres_in_doubt,
@@ -50,7 +55,6 @@ from hetstream.slurm_plugin.insight.shapes import (
     shape_of,
 )
 from hetstream.slurm_plugin.insight.turns import Plan, Turns
-from hetstream.slurm_plugin.render.report import duration
 
 # There is room, as far as this user may see, and Slurm may hide what else it waits for.
 HIDDEN = "hidden"

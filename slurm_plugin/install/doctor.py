@@ -5,17 +5,415 @@ Called by `hetstream doctor`, which gathers the facts. It changes nothing and re
 
 from __future__ import annotations
 
+import enum
+import os
 import re
+import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from hetstream.slurm_plugin.client.hidden import hides_nodes
-from hetstream.slurm_plugin.client.hostlist import compress, expand
-from hetstream.slurm_plugin.client.read import release_of
-from hetstream.slurm_plugin.install.doctor_gpus import HostGpus, host_gpus
-from hetstream.slurm_plugin.install.doctor_packing import constrains_devices, packing
-from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
-from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.read import hides_nodes, release_of
+from hetstream.slurm_plugin.client.values import compress, expand
+from hetstream.slurm_plugin.install.units import RUN_DIR, SCRIPTS, SCRIPTS_VERSION, script_version
+from hetstream.slurm_plugin.packing.quota_packer import FIRST_THAT_EXEMPTS, exempt_priority
+
+# What `hetstream doctor` looks at, and what it finds. Pure data.
+
+
+class Level(enum.Enum):
+    """How bad a finding is."""
+
+    PROBLEM = "problem"  # something of hetstream does not work
+    WARNING = "warning"  # it works badly, or could surprise
+    NOTE = "note"  # a feature is off
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is examined.
+
+    Attributes:
+        snapshot: the cluster.
+        client_version: of Slurm's commands here.
+        gres_conf, cgroup_conf: those files; None if they cannot be read here.
+        unresolved: host names that have no address here.
+        lua_needed: of each Lua file that the configuration asks for, itself and what it loads.
+        lua_missing: of the same, which files that it needs are not here.
+        lua_idle: of the same, which of hetstream's modules are not here.
+        node_scripts: of each of Slurm's `Prolog`, `Epilog` and `TaskProlog` that is set, the text of the program, by
+            its path; None for one that is not here or cannot be read.
+        has_gres_opp_plugin: whether gres_opp.so is in PluginDir; None if that cannot be read here.
+        is_gpu_node: whether this host is a node with shared GPUs.
+        coordinator_socket: where a coordinator listens on such a node, and the user who does; None: nobody.
+        coordinator_uid: the user that jobs here trust as a coordinator, beside root.
+        uncounted_gpus: shared here, of which nobody counts which process holds how much memory.
+        is_sharing_closed: whether the Prolog has closed this node for sharing.
+        lua: of each of Slurm's Lua plugins that is here, the versions of Lua that it names; None if PluginDir cannot be
+            read here.
+        pyslurm: its version in this Python; None: it is not installed.
+    """
+
+    snapshot: Snapshot
+    client_version: str
+    gres_conf: str | None
+    cgroup_conf: str | None
+    unresolved: tuple[str, ...] = ()
+    lua: Mapping[str, tuple[str, ...]] | None = None
+    lua_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lua_missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lua_idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    node_scripts: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    has_gres_opp_plugin: bool | None = None
+    is_gpu_node: bool = False
+    coordinator_socket: tuple[str, int | None] = ("", None)
+    coordinator_uid: int | None = None
+    uncounted_gpus: tuple[str, ...] = ()
+    is_sharing_closed: bool = False
+    pyslurm: str | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        check: its name, stable.
+        seen: the value seen.
+        text: what it means.
+        fix: what to change or run.
+    """
+
+    level: Level
+    check: str
+    seen: str
+    text: str
+    fix: str
+
+
+# What is wrong with the GPUs of this host for jobs that share them: (readings) -> findings. Pure but for `read_gpus`.
+#
+# A part of `hetstream doctor`, where that runs on a node with GPUs.
+
+_QUERY = ["nvidia-smi", "--query-gpu=uuid,mig.mode.current,compute_mode", "--format=csv,noheader"]
+_ANSWER_S = 20.0
+# Where MPS has its pipes if CUDA_MPS_PIPE_DIRECTORY does not say.
+_MPS_DIRECTORY = "/tmp/nvidia-mps"
+
+
+@dataclass(frozen=True)
+class HostGpus:
+    """The GPUs of this host.
+
+    Attributes:
+        divided: by UUID, whether MIG divides it.
+        modes: by UUID, its compute mode, as nvidia-smi has it: `Default`, `Exclusive_Process`, `Prohibited`.
+        mps: where MPS listens; empty: nowhere.
+    """
+
+    divided: Mapping[str, bool]
+    modes: Mapping[str, str]
+    mps: str = ""
+
+
+def read_gpus(environ: Mapping[str, str] = os.environ) -> HostGpus | None:
+    """What nvidia-smi says; None where it says nothing."""
+    try:
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    pipes = Path(environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY))
+    return parse_gpus(done.stdout, str(pipes) if (pipes / "control").exists() else "")
+
+
+def parse_gpus(answer: str, mps: str = "") -> HostGpus:
+    """Read the lines of nvidia-smi; those of another form do not count."""
+    rows = [[word.strip() for word in line.split(",")] for line in answer.splitlines()]
+    rows = [row for row in rows if len(row) == len(_QUERY[1].split(","))]
+    return HostGpus({name: mig == "Enabled" for name, mig, _ in rows}, {name: mode for name, _, mode in rows}, mps)
+
+
+def host_gpus(gpus: HostGpus) -> Iterator[Finding]:
+    """All findings."""
+    exclusive = sorted(name for name, mode in gpus.modes.items() if mode != "Default")
+    if exclusive:
+        yield Finding(
+            Level.PROBLEM, "compute mode", f"{gpus.modes[exclusive[0]]} of {', '.join(exclusive)}",
+            "a second job on the GPU is refused by the driver", f"nvidia-smi -i {exclusive[0]} -c DEFAULT",
+        )  # fmt: skip
+    if gpus.mps:
+        yield Finding(
+            Level.WARNING, "MPS", gpus.mps,
+            "a fault of one job ends all jobs on its GPU, a guaranteed one, too",
+            "echo quit | nvidia-cuda-mps-control; jobs take turns without it",
+        )  # fmt: skip
+    divided = sorted(name for name, is_divided in gpus.divided.items() if is_divided)
+    if divided and len(divided) < len(gpus.divided):
+        yield Finding(
+            Level.WARNING, "MIG", f"divides {len(divided)} of {len(gpus.divided)} GPUs",
+            f"{', '.join(divided)} cannot be shared as a whole",
+            "give the coordinator the instances, --gpu MIG-... of nvidia-smi -L; or nvidia-smi -i GPU -mig 0",
+        )  # fmt: skip
+
+
+# What is wrong with a cluster's configuration for opportunistic jobs on GPUs in use: (facts) -> findings. Pure.
+#
+# A part of `hetstream doctor`. `why_no_packing` is also asked by `hetstream packer` before it places anything.
+
+GRES = "opp"
+# Since then Slurm gives a job the device files of any GRES; before, of those alone that have a plugin of their own.
+_FIRST_WITH_DEVICES = (23, 2)
+_MEANS = {
+    "Prolog": "nobody writes down who was given which GPU, so that coordinators let no job on",
+    "Epilog": "what a job was given is not taken back, and a later process could call itself one of it",
+    "TaskProlog": "opportunistic jobs do not hear which GPU they share, and programs start no agent",
+}
+_GONE = {
+    "Prolog": "A node without it is drained by its next job",
+    "Epilog": "A node without it is drained by its next job",
+    "TaskProlog": "On a node without it no task starts",
+}
+
+
+def constrains_devices(cgroup_conf: str) -> bool:
+    """Whether jobs can open only the devices that they were given."""
+    return bool(re.search(r"^\s*ConstrainDevices\s*=\s*yes", cgroup_conf, re.MULTILINE | re.IGNORECASE))
+
+
+def why_no_packing(
+    version: str, config: Mapping[str, str], cgroup_conf: str | None, *, has_gres_opp_plugin: bool | None
+) -> str:
+    """Why opportunistic jobs cannot be placed in this cluster; empty if they can.
+
+    Args:
+        version: Slurm's.
+        config: `scontrol show config`.
+        cgroup_conf: that file; None if it cannot be read here.
+        has_gres_opp_plugin: whether gres_opp.so is in PluginDir; None if that cannot be read here.
+    """
+    if GRES not in config.get("GresTypes", "").split(","):
+        return f"GresTypes in slurm.conf has no {GRES}, by which opportunistic jobs stand on GPUs of others"
+    constrained = cgroup_conf is not None and constrains_devices(cgroup_conf)
+    if release_of(version) < _FIRST_WITH_DEVICES and constrained and not has_gres_opp_plugin:
+        return (
+            f"with ConstrainDevices, Slurm {version} gives jobs with GRES {GRES} no access to the GPU: that needs "
+            "gres_opp.so, a copy of gres_nic.so, in PluginDir, or Slurm 23.02"
+        )
+    return ""
+
+
+def packing(facts: Facts) -> Iterator[Finding]:
+    """All findings; none where no GPUs are shared."""
+    config = facts.snapshot.config
+    if GRES not in config.get("GresTypes", "").split(","):
+        return
+    reason = why_no_packing(
+        facts.snapshot.version, config, facts.cgroup_conf, has_gres_opp_plugin=facts.has_gres_opp_plugin
+    )
+    if reason:
+        yield Finding(
+            Level.PROBLEM, "packing", facts.snapshot.version, reason,
+            "cp PLUGINDIR/gres_nic.so PLUGINDIR/gres_opp.so on all hosts, or Slurm 23.02; until then nobody is placed",
+        )  # fmt: skip
+    yield from _slots(facts)
+    yield from _rules(config)
+    yield from _upgraded(facts.snapshot)
+    for option in SCRIPTS:
+        yield from _script(option, facts.node_scripts.get(option, {}))
+    if facts.is_gpu_node:
+        yield from _node(facts)
+
+
+def _slots(facts: Facts) -> Iterator[Finding]:
+    """Type pN is GPU N, and the packer takes the GPU from that name."""
+    wrong, doubled = [], []
+    for node in facts.snapshot.nodes:
+        types = {gres.type for gres in node.gres if gres.name == GRES}
+        num_gpus = sum(gres.count for gres in node.gres if gres.name == "gpu")
+        if types and types != {f"p{number}" for number in range(num_gpus)}:
+            wrong.append(node.name)
+        if any(gres.name == GRES and gres.count > 1 for gres in node.gres):
+            doubled.append(node.name)
+    if wrong:
+        yield Finding(
+            Level.PROBLEM, f"Gres={GRES}", compress(wrong), f"not {GRES} of types p0, p1, ..., one for each GPU",
+            f"Gres=gpu:2,{GRES}:p0:1,{GRES}:p1:1 on NodeName, and lines Name={GRES} Type=p0 File=... in gres.conf",
+        )  # fmt: skip
+
+    if doubled and facts.cgroup_conf is not None and constrains_devices(facts.cgroup_conf):
+        yield Finding(
+            Level.PROBLEM, f"Gres={GRES}", compress(doubled),
+            "with ConstrainDevices, a second slot keeps jobs from the GPU that they have: Slurm denies its file",
+            f"one slot for each GPU: {GRES}:p0:1",
+        )  # fmt: skip
+
+
+def _rules(config: Mapping[str, str]) -> Iterator[Finding]:
+    if not re.search(r"\blua\b", config.get("JobSubmitPlugins", "")):
+        yield Finding(
+            Level.PROBLEM, "JobSubmitPlugins", config.get("JobSubmitPlugins", "") or "none",
+            "nobody holds opportunistic jobs, and keeps their owners from starting them",
+            "JobSubmitPlugins=lua, and `opportunistic` in policy.lua",
+        )  # fmt: skip
+    tracks = config.get("ProctrackType", "")
+    if tracks and tracks != "proctrack/cgroup":
+        yield Finding(
+            Level.WARNING, "ProctrackType", tracks,
+            "whose a process on a GPU is, it says itself: an opportunistic one without an agent may hide that",
+            "ProctrackType=proctrack/cgroup",
+        )  # fmt: skip
+    kind, mode = config.get("PreemptType", ""), config.get("PreemptMode", "")
+    if kind not in ("preempt/none", "(null)", "") and "REQUEUE" not in mode.upper():
+        yield Finding(
+            Level.WARNING, "PreemptMode", mode or "none", "opportunistic jobs that give way do not come back",
+            "PreemptMode=REQUEUE",
+        )  # fmt: skip
+
+
+def _upgraded(snapshot: Snapshot) -> Iterator[Finding]:
+    """An upgraded job stays in its partition, whose jobs give way."""
+    said, works = snapshot.config.get("PreemptParameters", ""), exempt_priority(snapshot) is not None
+    if snapshot.config.get("PreemptType", "") == "preempt/partition_prio" and not works:
+        newer = release_of(snapshot.version) < FIRST_THAT_EXEMPTS
+        yield Finding(
+            Level.NOTE, "PreemptParameters", said or "none",
+            "a job that was upgraded is still requeued if a guaranteed one needs its CPUs",
+            f"{'Slurm 23.02, and ' if newer else ''}PreemptParameters=min_exempt_priority=4294967000",
+        )  # fmt: skip
+
+
+def _script(option: str, found: Mapping[str, str | None]) -> Iterator[Finding]:
+    place = (
+        f"{option}=/usr/local/share/hetstream/prolog/{SCRIPTS[option]} (hetstream install), or a script that runs it"
+    )
+    if not found:
+        yield Finding(Level.PROBLEM, option, "none", _MEANS[option], place)
+        return
+    programs = ", ".join(found)
+    missing = [path for path, text in found.items() if text is None]
+    versions = [version for text in found.values() if (version := script_version(text or "")) is not None]
+    if missing:
+        yield Finding(
+            Level.WARNING, option, ", ".join(missing), f"cannot be read here. {_GONE[option]}",
+            f"look on each GPU node: ls -l {missing[0]}",
+        )  # fmt: skip
+    elif not versions:
+        yield Finding(Level.NOTE, option, programs, "not hetstream's own: it must run that, too", place)
+    elif versions != [SCRIPTS_VERSION]:
+        yield Finding(
+            Level.PROBLEM, option, programs, f"of version {versions[0]}, and this hetstream has {SCRIPTS_VERSION}",
+            "hetstream install on each GPU node",
+        )  # fmt: skip
+
+
+def _node(facts: Facts) -> Iterator[Finding]:
+    path, uid = facts.coordinator_socket
+    if uid is None:
+        yield Finding(
+            Level.WARNING, "coordinator", path, "no socket: opportunistic jobs on this node pause",
+            "hetstream gpu coordinator",
+        )  # fmt: skip
+    elif uid not in (0, facts.coordinator_uid):
+        yield Finding(
+            Level.WARNING, "coordinator", f"{path} of user {uid}", "jobs do not trust this user, and do not ask him",
+            f"HETSTREAM_GPU_COORDINATOR_UID={uid} in /etc/hetstream/daemon.env on GPU nodes, if he is the right one",
+        )  # fmt: skip
+    if facts.uncounted_gpus:
+        yield Finding(
+            Level.WARNING, "coordinator", ", ".join(facts.uncounted_gpus),
+            "nobody counts which process holds memory of it: who drops its agent is not found, so only jobs that keep "
+            "theirs are held back",
+            "share it by its UUID (nvidia-smi -L), with hetstream[nvml]; of an instance (MIG) whose driver does not "
+            "tell that, the whole GPU",
+        )  # fmt: skip
+    if facts.is_sharing_closed:
+        closed = f"{RUN_DIR}/grants-incomplete"
+        yield Finding(
+            Level.WARNING, "grants", closed, "a guaranteed job could not be written down: nobody shares a GPU here",
+            f"journalctl -t hetstream-prolog; when no job runs here: rm -r {closed}",
+        )  # fmt: skip
+
+
+# Which files of ours slurm.conf asks for, and what becomes of jobs when one is not there. Reads files.
+#
+# Called by `hetstream uninstall` and `hetstream doctor`. With `CliFilterPlugins=lua` and no cli_filter.lua beside
+# slurm.conf every sbatch, salloc and srun of that host fails; with `JobSubmitPlugins=lua` and no job_submit.lua
+# slurmctld does not start. A node whose Prolog or Epilog is not there is drained by its next job.
+
+# Slurm's file -> the option of slurm.conf that asks for it.
+OPTIONS = {"cli_filter.lua": "CliFilterPlugins", "job_submit.lua": "JobSubmitPlugins"}
+WITHOUT = {
+    "cli_filter.lua": "every sbatch, salloc and srun on this host fails",
+    "job_submit.lua": "slurmctld does not start",
+}
+_MOST_INCLUDED = 100
+
+
+def asks_for_lua(text: str, option: str) -> bool:
+    """Whether lines of slurm.conf, or of `scontrol show config`, name Lua plugins of a kind; the last one counts."""
+    found = re.findall(rf"^[ \t]*{option}[ \t]*=[ \t]*([^#\s]*)", text, re.MULTILINE | re.IGNORECASE)
+    return bool(found) and bool(re.search(r"(?:^|[,/])lua(?:,|$)", found[-1]))
+
+
+def asked_for(directory: Path) -> frozenset[str]:
+    """The Lua files that slurm.conf of this directory asks for, with the files that it includes."""
+    text = "\n".join(_texts(directory))
+    return frozenset(name for name, option in OPTIONS.items() if asks_for_lua(text, option))
+
+
+def programs_asked_for(directory: Path) -> dict[str, str]:
+    """The programs that slurm.conf of this directory has nodes run for each job: option by path."""
+    text = "\n".join(_texts(directory))
+    found = re.findall(r"^[ \t]*(Prolog|Epilog|TaskProlog)[ \t]*=[ \t]*([^#\s]+)", text, re.MULTILINE | re.IGNORECASE)
+    return {path: option for option, path in found}
+
+
+def missing_files(hook: Path) -> list[str]:
+    """What a hook loads without which it fails: itself, and the site's own file that it names.
+
+    Raises:
+        OSError: the directory, or the hook, cannot be read here.
+    """
+    try:
+        text = hook.read_text(errors="replace")
+    except FileNotFoundError:
+        hook.parent.stat()
+        return [str(hook)]
+    loaded = re.findall(r'^dofile\("([^"]+)"\)', text, re.MULTILINE)
+    return [path for path in loaded if not Path(path).exists()]
+
+
+def modules_of(hook: Path) -> list[str]:
+    """hetstream's files that a hook loads; without them it does nothing."""
+    try:
+        text = hook.read_text(errors="replace")
+    except OSError:
+        return []
+    return re.findall(r'pcall\(dofile, "([^"]+)"\)', text)
+
+
+def missing_modules(hook: Path) -> list[str]:
+    """Those of them that are not there."""
+    return [path for path in modules_of(hook) if not Path(path).exists()]
+
+
+def _texts(directory: Path) -> Iterator[str]:
+    waiting, seen = [directory / "slurm.conf"], set[Path]()
+    while waiting and len(seen) < _MOST_INCLUDED:
+        path = waiting.pop(0)
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            text = path.read_text(errors="replace")
+        except OSError:
+            continue
+        yield text
+        included = re.findall(r"^[ \t]*include[ \t]+(\S+)", text, re.MULTILINE | re.IGNORECASE)
+        waiting += [directory / name for name in included]
+
 
 DEFAULT_BF_INTERVAL_S = 30
 GOOD_BF_INTERVAL_S = 5

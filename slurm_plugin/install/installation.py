@@ -12,17 +12,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory, UntrustedFile
+from hetstream.slurm_plugin.database import check_place, make_place
 from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse, UnsafePlace
-from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for, programs_asked_for
-from hetstream.slurm_plugin.install.umask import readable_by_all
-from hetstream.slurm_plugin.safe_place import check_place, make_place
+from hetstream.slurm_plugin.install.doctor import OPTIONS, WITHOUT, asked_for, programs_asked_for
+
+# Files that users other than root must read. Called by boot.py and roots.py.
+
+
+@contextmanager
+def readable_by_all() -> Iterator[None]:
+    """Make files 0644 and directories 0755 inside, whatever the user's umask: jobs of every user read them."""
+    previous = os.umask(0o022)
+    try:
+        yield
+    finally:
+        os.umask(previous)
+
 
 LUA_DIR = Path(__file__).parents[1] / "lua"
 HOOKS = {

@@ -4,7 +4,7 @@
 -- Two phases, so that nothing is submitted twice. The converter only plans: whatever goes wrong there leaves the plain
 -- submission to go on, with one note on stderr. Once there is a plan, sbatch is run with it and its answer is final.
 
-local MARK, DONE = "#HETSTREAM", "# >>> hetstream >>>"    -- hetjob/directives.py, hetjob/render.py
+local MARK, DONE = "#HETSTREAM", "# >>> hetstream >>>"    -- hetjob/convert/directives.py, hetjob/convert/render.py
 local NOTHING_TO_CONVERT, INTERRUPTED = 3, 130            -- slurm_plugin/cli/filter.py; a shell's code for Ctrl-C
 local DEFAULT_TIMEOUT_S = 10
 local MAX_SCRIPT_BYTES = 4 * 1024 * 1024                  -- Slurm's own limit (max_script_size)

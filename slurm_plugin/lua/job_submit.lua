@@ -17,7 +17,7 @@ local GPU_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_p
 local GPUS = { gpu = true, shard = true, mps = true }
 local FACTOR = { [""] = 1, k = 1024, m = 1024 ^ 2, g = 1024 ^ 3 }
 local SHARED = "opp"                                      -- the GRES of opportunistic jobs, which the packer gives
-local MARK = "hetstream:gpu="                             -- of its Comment; slurm_plugin/install/node_scripts.py
+local MARK = "hetstream:gpu="                             -- of its Comment; slurm_plugin/install/units.py
 local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the packer's own jobs, too
 -- Word of a Comment: its owner holds the job. Slurm alone cannot tell that from the guard's hold; packing/words.py
 local HOLD = "hetstream:hold"

@@ -15,5 +15,5 @@
     job_history.py      where it is kept (SQLite)
     alike.py            the most similar past jobs, and a start from them
 
-Everything but `job_history.py` is pure. Nothing here needs torch or Slurm.
+Everything but `history.py` is pure. Nothing here needs torch or Slurm.
 """

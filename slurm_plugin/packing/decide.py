@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.state import (
     GpuNode,
+    PackingRules,
     PackingState,
     Place,
     PlacedJob,

@@ -22,14 +22,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hetstream.base.text import printable
-from hetstream.slurm_plugin.client.constraint import alternatives, meets
-from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.read import release_of
-from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.state import WaitingJob
-from hetstream.slurm_plugin.packing.words import (
+from hetstream.slurm_plugin.client.values import alternatives, compress, meets
+from hetstream.slurm_plugin.packing.notes import (
     EvictedRecord,
     GpuWish,
     PackingRecord,
@@ -41,6 +38,7 @@ from hetstream.slurm_plugin.packing.words import (
     says_place,
     wish_of,
 )
+from hetstream.slurm_plugin.packing.state import PackingRules, WaitingJob
 
 GRES = "opp"
 _TYPE = re.compile(r"p(\d{1,3})")

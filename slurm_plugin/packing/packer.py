@@ -1,6 +1,6 @@
 """The packer's hands: reads Slurm and the nodes' readings, has `decide` decide, and carries it out by Slurm's commands.
 
-It keeps nothing that matters: what it must remember stands in the jobs (`words.py`), but for those that it has just had
+It keeps nothing that matters: what it must remember stands in the jobs (`notes.py`), but for those that it has just had
 requeued, of which a slurmctld that is killed can forget all. A command that fails concerns its own job; the others go
 on. It starts no process but Slurm's commands, each with a deadline.
 """
@@ -19,13 +19,12 @@ from typing import Protocol
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.site.gpus import ShowGpus
-from hetstream.mpi_dataworkers.faults import reach
-from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.hetjob.site.messages import ShowGpus
+from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.client.retry import Failure, failure_of
+from hetstream.slurm_plugin.client.run import Failure, failure_of
+from hetstream.slurm_plugin.client.values import compress
 from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement, decide
-from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,
     Settlement,
@@ -36,12 +35,7 @@ from hetstream.slurm_plugin.packing.jobs import (
     takes_gpus,
     wrong_place,
 )
-from hetstream.slurm_plugin.packing.observe import PackingView, view
-from hetstream.slurm_plugin.packing.quota import Quotas
-from hetstream.slurm_plugin.packing.quota_packer import QuotaPacker, QuotaSlurm, cannot_wait, waits, would
-from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.tenants import Tenants
-from hetstream.slurm_plugin.packing.words import (
+from hetstream.slurm_plugin.packing.notes import (
     PackingRecord,
     PlacedRecord,
     comment_with,
@@ -52,6 +46,11 @@ from hetstream.slurm_plugin.packing.words import (
     with_hold,
     with_record,
 )
+from hetstream.slurm_plugin.packing.observe import PackingView, view
+from hetstream.slurm_plugin.packing.quota import Quotas
+from hetstream.slurm_plugin.packing.quota_file import Tenants
+from hetstream.slurm_plugin.packing.quota_packer import QuotaPacker, QuotaSlurm, cannot_wait, waits, would
+from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 
 _log = logging.getLogger(__name__)
 

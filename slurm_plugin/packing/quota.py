@@ -1,6 +1,6 @@
 """Which jobs may be guaranteed: (tenants' quotas, their jobs, time) -> a decision with its reason for each. Pure.
 
-`tenants.py` makes the jobs of Slurm's records; `quota_packer.py` carries decisions out.
+`quota_file.py` makes the jobs of Slurm's records; `quota_packer.py` carries decisions out.
 
 A quota is a number of GPUs that a tenant's guaranteed jobs hold together at most; opportunistic jobs count against
 nobody's. Nothing here names a GPU: who becomes guaranteed stays where he is.
@@ -23,12 +23,11 @@ from typing import Annotated
 
 import msgspec
 
-from hetstream.base.text import printable
+from hetstream.base.text import duration, printable
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.state import by_number
-from hetstream.slurm_plugin.render.report import duration
 
 PATIENCE_S = 1800.0
 _MOST_GPUS = 10_000_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetstream.slurm_plugin.placement.nodes import Counts
+from hetstream.slurm_plugin.placement.placement import Counts
 
 DEFAULT_LINK_SHARE = 0.5
 

@@ -10,7 +10,7 @@
 # whoever got round the guard, or came while it was not in place, has neither.
 #
 # Jobs of the packer's own user get no grant: one keeps a GPU for another job, one makes another job guaranteed
-# (slurm_plugin/packing/upgrade.py). Slurm says whose a job is; whoever else writes such a Comment has an ordinary job.
+# (slurm_plugin/packing/quota_packer.py). Slurm says whose a job is; whoever else writes such a Comment has an ordinary job.
 
 set -fu
 umask 022
@@ -112,7 +112,7 @@ write_grant() (
 )
 
 # A variable, and for which job it has this value: sbatch hands on the whole environment of the job that it is called in
-# (hetstream/base/own_job.py).
+# (hetstream/base/process.py).
 of_job() {
   echo "$1=$2"
   echo "$1_OF_JOB=$job $2"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from hetstream.base.text import size_words
 from hetstream.mpi_dataworkers.partitioner.cut import Decision, OperatorCost
-from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind, Operator
-from hetstream.slurm_plugin.render.table import size_words
+from hetstream.mpi_dataworkers.partitioner.program import ForwardGraph, Kind, Operator
 
 _WIDTH, _HEIGHT, _GAP, _LEFT, _RIGHT = 360, 46, 14, 20, 440
 _MOST_CHARS = 48

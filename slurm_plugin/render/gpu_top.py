@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hetstream.base.text import printable
-from hetstream.base.users import user_name
+from hetstream.base.text import printable, size_words, user_name
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
-from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, size_words, table
+from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, table
 
 # What a guaranteed job should not lose, and what it may not.
 _SLOWER_SOME, _SLOWER_MUCH = 1.02, 1.05

@@ -9,34 +9,44 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from html import escape
 from statistics import fmean
 from typing import Any
 
+from hetstream.base.text import duration, percent
+from hetstream.base.web import Document, WebServer
 from hetstream.slurm_plugin.client.counted import cpus_asked, whole_if_near
+from hetstream.slurm_plugin.errors import ServeError
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
 from hetstream.slurm_plugin.insight.observation import NUM_CLASSES, Observation, Sample, WaitingJob, class_of
+from hetstream.slurm_plugin.insight.prices import Prices
 from hetstream.slurm_plugin.insight.spending import hourly, spent
-from hetstream.slurm_plugin.prices import Prices
-from hetstream.slurm_plugin.render.cards import HEIGHT, WIDE, both, card, document, html_table, nothing, tiles
 from hetstream.slurm_plugin.render.charts import (
+    HEIGHT,
+    WIDE,
     Axis,
     Series,
+    both,
+    card,
     cell,
     count_axis,
+    document,
+    html_table,
     line_chart,
+    nothing,
     share_axis,
+    shared_gpu_cards,
     stacked_bars,
     swatch,
     ticked,
+    tiles,
     with_gaps,
 )
-from hetstream.slurm_plugin.render.report import duration, percent, signed
-from hetstream.slurm_plugin.render.shared_gpus import shared_gpu_cards
+from hetstream.slurm_plugin.render.tables import signed
 
 NUM_WORST = 10
 # With more nodes than this the heat map shows small cells without text.
@@ -398,3 +408,35 @@ def _short(name: str) -> str:
 def _natural(name: str) -> list[Any]:
     """g2 before g10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# Serves the page of a cluster and its figures over HTTP, read only. Used by `hetstream serve`.
+#
+# The documents are made once for each reading and not for each visitor.
+
+
+def serve_documents(host: str, port: int, documents: Callable[[], Mapping[str, Document]]) -> WebServer:
+    """Serve documents by their paths until the server is closed.
+
+    Args:
+        host, port: where; port 0 finds a free one.
+        documents: path -> what is there now; asked for each request, from another thread.
+
+    Raises:
+        ServeError: the address cannot be listened on.
+    """
+    return listening(host, port, lambda path, _: documents().get(path))
+
+
+def listening(host: str, port: int, document: Callable[[str, str], Document | None]) -> WebServer:
+    """A server, or the error that says what to do.
+
+    Raises:
+        ServeError: the address cannot be listened on.
+    """
+    try:
+        return WebServer(host, port, document)
+    except OSError as exc:
+        raise ServeError(
+            f"{host}:{port} cannot be listened on: {exc.strerror}. Give another one: --listen=HOST:PORT"
+        ) from exc

@@ -10,21 +10,27 @@ from html import escape
 
 import numpy as np
 
-from hetstream.slurm_plugin.render.cards import HEIGHT, WIDE, both, card, document, html_table, nothing, tiles
+from hetstream.base.text import duration, percent
 from hetstream.slurm_plugin.render.charts import (
+    HEIGHT,
+    WIDE,
     Axis,
     Series,
+    both,
+    card,
     count_axis,
+    document,
+    html_table,
     line_chart,
+    nothing,
     share_axis,
     stacked_bars,
     swatch,
     ticked,
+    tiles,
 )
-from hetstream.slurm_plugin.render.report import duration, percent
-from hetstream.slurm_plugin.simulate.comparison import PACKED, Compared
-from hetstream.slurm_plugin.simulate.metrics import waits
-from hetstream.slurm_plugin.simulate.outcome import Outcome
+from hetstream.slurm_plugin.simulate.metrics import PACKED, Compared, waits
+from hetstream.slurm_plugin.simulate.usage_log import Outcome
 
 # Lines of one chart: as many as there are dashes and marks.
 MOST_LINES = 6

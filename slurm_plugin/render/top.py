@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
-from hetstream.base.text import printable
-from hetstream.mpi_dataworkers.stage_load import has_gpu_stage, load_of
+from hetstream.base.text import duration_words, printable, size_words
+from hetstream.mpi_dataworkers.dispatcher.client import has_gpu_stage, load_of
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
-from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, duration_words, rate_words, size_words, table
+from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, rate_words, table
 
 # A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
 _WAITS_SOME, _WAITS_MUCH = 0.05, 0.5

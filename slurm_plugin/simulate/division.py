@@ -10,13 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.slurm_plugin.errors import SimulationFault
-from hetstream.slurm_plugin.policy.caps import caps_of
+from hetstream.slurm_plugin.policy.rules import caps_of
 from hetstream.slurm_plugin.policy.table import NO_CAP, JobTable, Policy, Pool
-from hetstream.slurm_plugin.simulate.nodes import Nodes
-from hetstream.slurm_plugin.simulate.places import PlacedWorkers, Places, place_workers
-from hetstream.slurm_plugin.simulate.running import Running
+from hetstream.slurm_plugin.simulate.running import Nodes, Running
 from hetstream.slurm_plugin.simulate.scenario import Scenario
-from hetstream.slurm_plugin.simulate.spread import Homes, local_cpus, used_cpus, within_network
+from hetstream.slurm_plugin.simulate.worker_nodes import (
+    Homes,
+    PlacedWorkers,
+    Places,
+    local_cpus,
+    place_workers,
+    used_cpus,
+    within_network,
+)
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 Floats = npt.NDArray[np.float64]

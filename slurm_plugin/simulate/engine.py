@@ -6,28 +6,180 @@ round of the policy, a cycle of backfill. Between two of them all speeds are con
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Set
 
 import numpy as np
 
 from hetstream.slurm_plugin.errors import SimulationFault
-from hetstream.slurm_plugin.simulate.asked import asked_of
-from hetstream.slurm_plugin.simulate.books import Books
-from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.division import Division
-from hetstream.slurm_plugin.simulate.failures import Failures
-from hetstream.slurm_plugin.simulate.freeing import Freeing
-from hetstream.slurm_plugin.simulate.looks import Looks
-from hetstream.slurm_plugin.simulate.nodes import CPUS, GPUS, MEMORY, Nodes, Placement
-from hetstream.slurm_plugin.simulate.outcome import Outcome, Use
-from hetstream.slurm_plugin.simulate.packing import Packing
-from hetstream.slurm_plugin.simulate.places import JobPlaces, typical_shapes
-from hetstream.slurm_plugin.simulate.reservation import Reservation
-from hetstream.slurm_plugin.simulate.running import LEAST_SPEED, Running
-from hetstream.slurm_plugin.simulate.scenario import Discipline, Scenario
-from hetstream.slurm_plugin.simulate.waiting import Cause, Waiting
-from hetstream.slurm_plugin.simulate.workload import Workload
+from hetstream.slurm_plugin.simulate.packing import Packing, asked_of
+from hetstream.slurm_plugin.simulate.running import (
+    CPUS,
+    GPUS,
+    LEAST_SPEED,
+    MEMORY,
+    Cause,
+    Nodes,
+    Placement,
+    Running,
+    Shape,
+    Waiting,
+)
+from hetstream.slurm_plugin.simulate.scenario import Discipline, FailureOptions, Scenario
+from hetstream.slurm_plugin.simulate.usage_log import Books, Looks, Outcome, Use
+from hetstream.slurm_plugin.simulate.worker_nodes import JobPlaces, typical_shapes
+from hetstream.slurm_plugin.simulate.workload import Cluster, Workload
+
+# Nodes that fail and come back, drawn from a seed. Pure.
+
+
+class Failures:
+    """The next failure or repair of any node."""
+
+    def __init__(self, options: FailureOptions, num_nodes: int, seed: int) -> None:
+        self._options = options
+        self._draw = np.random.default_rng([seed, 2])
+        self._queue: list[tuple[float, int, bool]] = []
+        self.num_down = 0
+        if math.isfinite(options.node_mtbf_s):
+            first_s = self._draw.exponential(options.node_mtbf_s, num_nodes).tolist()
+            self._queue = [(at_s, node, True) for node, at_s in enumerate(first_s)]
+            heapq.heapify(self._queue)
+
+    def next_s(self) -> float:
+        """When it is."""
+        return self._queue[0][0] if self._queue else math.inf
+
+    def due(self, now_s: float) -> list[tuple[int, bool]]:
+        """Nodes that change now, and whether they fail."""
+        found = []
+        while self._queue and self._queue[0][0] <= now_s:
+            _, node, fails = heapq.heappop(self._queue)
+            self.num_down += 1 if fails else -1
+            then_s = self._options.repair_s if fails else float(self._draw.exponential(self._options.node_mtbf_s))
+            heapq.heappush(self._queue, (now_s + then_s, node, not fails))
+            found.append((node, fails))
+        return found
+
+
+# What jobs held that have ended, until Slurm has cleaned up behind them and gives it to others. Pure.
+
+
+class Freeing:
+    """Resources on their way from one job to another.
+
+    Attributes:
+        gpus, cpus: how many.
+
+    Args:
+        free_s: how long that takes.
+    """
+
+    def __init__(self, free_s: float) -> None:
+        self._free_s = free_s
+        self._held: deque[tuple[float, Shape, Placement]] = deque()
+        self.gpus = self.cpus = 0.0
+
+    @property
+    def held(self) -> list[tuple[Shape, Placement]]:
+        """By whom it was."""
+        return [(shape, placement) for _, shape, placement in self._held]
+
+    def add(self, shape: Shape, placement: Placement, now_s: float) -> None:
+        """A job has ended."""
+        self._held.append((now_s + self._free_s, shape, placement))
+        self._count(shape, 1)
+
+    def next_s(self) -> float:
+        """When something is free next."""
+        return self._held[0][0] if self._held else float("inf")
+
+    def give_back(self, nodes: Nodes, now_s: float) -> bool:
+        """Give to the nodes what is free now; whether that is anything."""
+        found = False
+        while self._held and self._held[0][0] <= now_s:
+            _, shape, placement = self._held.popleft()
+            nodes.give_back(shape, placement)
+            self._count(shape, -1)
+            found = True
+        return found
+
+    def _count(self, shape: Shape, sign: int) -> None:
+        self.gpus += sign * shape.units * shape.gpus
+        self.cpus += sign * (shape.units * shape.cpus + shape.extra_cpus)
+
+
+# EASY's reservation: when the first job of the queue can start, and which others may start before it. Pure.
+
+
+class Reservation:
+    """The earliest start of one job, if those that run end when they are planned to.
+
+    Attributes:
+        start_s: that; infinite if even the empty cluster has no room, with nodes that are away.
+
+    Args:
+        shape: of the job.
+        nodes: as they are, without jobs that are in nobody's way.
+        running: all jobs.
+        leaving: rows of the jobs that are in nobody's way.
+        freeing: what jobs held that have ended.
+        now_s: the time.
+        limit_factor: see `Running.planned_ends_s`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        nodes: Nodes,
+        running: Running,
+        leaving: Set[int],
+        freeing: Freeing,
+        now_s: float,
+        limit_factor: float,
+    ) -> None:
+        self._shape = shape
+        self._now_s = now_s
+        ends_s = running.planned_ends_s(now_s, limit_factor)
+        rows = [
+            row
+            for row in np.argsort(ends_s, kind="stable").tolist()
+            if running.placements[row] is not None and row not in leaving
+        ]
+        nodes = nodes.copy()
+        nodes.give_back_all(freeing.held)
+        held = [placement for placement in (running.placements[row] for row in rows) if placement is not None]
+        # The fewest ends with which it fits: that it fits never becomes untrue with one end more.
+        low, high = 1, len(rows)
+        self.start_s = np.inf
+        self._then = nodes.copy()
+        while low <= high:
+            middle = (low + high) // 2
+            then = nodes.copy()
+            then.give_back_all(held[:middle])
+            if then.find(shape) is None:
+                low = middle + 1
+            else:
+                high = middle - 1
+                self.start_s, self._then = float(ends_s[rows[middle - 1]]), then
+
+    def allows(self, shape: Shape, placement: Placement, end_s: float) -> bool:
+        """Whether another job may start now there, which is planned to end then."""
+        if end_s <= self.start_s:
+            return True
+        self._then.take(shape, placement)
+        fits = self._then.find(self._shape) is not None
+        self._then.give_back(shape, placement)
+        return fits
+
+    def started(self, shape: Shape, placement: Placement, end_s: float) -> None:
+        """It has started: if it is still there at the reserved time, its resources are not."""
+        if end_s > self.start_s:
+            self._then.take(shape, placement)
+
 
 # (jobs that are done, jobs)
 Progress = Callable[[int, int], None]

@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.errors import OptionsError
-from hetstream.slurm_plugin.placement.choices import CHOICES
-from hetstream.slurm_plugin.policy.choices import Rules
+from hetstream.slurm_plugin.placement.placement import CHOICES
+from hetstream.slurm_plugin.policy.policies import Rules
 from hetstream.slurm_plugin.policy.table import Policy
-from hetstream.slurm_plugin.simulate.cluster import Cluster
-from hetstream.slurm_plugin.simulate.lines import MOST
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions
-from hetstream.slurm_plugin.simulate.workload import Workload
+from hetstream.slurm_plugin.simulate.workload import MOST, Cluster, Workload
 
 Floats = npt.NDArray[np.float64]
 # An error of e^10 says all there is.

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from hetstream.base.errors import OptionsError
 from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
-from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.state import PackingState
+from hetstream.slurm_plugin.packing.state import PackingRules, PackingState
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -9,14 +9,24 @@ import numpy as np
 
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.errors import SimulationInputError
-from hetstream.slurm_plugin.simulate.cluster import Cluster, of_groups
-from hetstream.slurm_plugin.simulate.curves import Points, curves_of, parse_curve
-from hetstream.slurm_plugin.simulate.lines import AS_UTF_8, NUL, Lines, quoted, read
 from hetstream.slurm_plugin.simulate.models import with_models
 from hetstream.slurm_plugin.simulate.sacct import REQUIRED as SACCT_COLUMNS
 from hetstream.slurm_plugin.simulate.sacct import Assumptions, read_sacct
 from hetstream.slurm_plugin.simulate.sharing import Sharing
-from hetstream.slurm_plugin.simulate.workload import Workload, build
+from hetstream.slurm_plugin.simulate.workload import (
+    AS_UTF_8,
+    NUL,
+    Cluster,
+    Lines,
+    Points,
+    Workload,
+    build,
+    curves_of,
+    of_groups,
+    parse_curve,
+    quoted,
+    read,
+)
 
 _MIB_PER_GIB = 1024
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.access import UntrustedFile, members_by_first_group, others_can_write, unsafe_above, unsafe_below
-from hetstream.base.files import Directory
-from hetstream.base.private import own_directory
+from hetstream.base.files import Directory, own_directory
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 
 GROUP = 54399  # that no account is in

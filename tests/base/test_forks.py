@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hetstream.base.forks import generation
+from hetstream.base.process import generation
 
 
 def test_each_fork_begins_another_generation() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.base.imports import when_imported
+from hetstream.base.process import when_imported
 
 NAME = "hetstream_test_waited_for"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.base.own_job import of_own_job, other_job, own_job, with_job
+from hetstream.base.process import of_own_job, other_job, own_job, with_job
 
 OF_PARENT = {
     "SLURM_HET_SIZE": "2",

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.files import UntrustedFile
-from hetstream.base.own_lock import keep_to_owner, own_lock
+from hetstream.base.locks import keep_to_owner, own_lock
 from tests.base.users import STRANGER, needs_root, run_as
 
 HOLD = (
-    "import sys; from pathlib import Path; from hetstream.base.own_lock import own_lock\n"
+    "import sys; from pathlib import Path; from hetstream.base.locks import own_lock\n"
     "with own_lock(Path(sys.argv[1]), 60.0):\n    print('held', flush=True); sys.stdin.read()"
 )
 
@@ -59,7 +59,7 @@ def test_who_waited_while_it_was_removed_takes_the_one_that_is_there(lock: Path)
     total = lock.with_name("total")
     total.write_text("0")
     count = (
-        "import sys; from pathlib import Path; from hetstream.base.own_lock import own_lock\n"
+        "import sys; from pathlib import Path; from hetstream.base.locks import own_lock\n"
         "total = Path(sys.argv[2])\n"
         "for _ in range(200):\n"
         "    with own_lock(Path(sys.argv[1]), 60.0):\n        total.write_text(str(int(total.read_text()) + 1))"

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.base.files import Directory, UntrustedFile
-from hetstream.base.private import make_private, own_directory
-from hetstream.mpi_dataworkers.dispatcher.event_log import EventLog
-from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.base.files import Directory, UntrustedFile, make_private, own_directory
+from hetstream.mpi_dataworkers.dispatcher.events import EventLog
+from hetstream.mpi_dataworkers.dispatcher.server import Journal
 
 # Numbers that no account has: the processes need no more than that.
 VICTIM, STRANGER = 61001, 61002

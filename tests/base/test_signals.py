@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.base.signals import FATAL, STOP_OF_PARENT
+from hetstream.base.process import FATAL, STOP_OF_PARENT
 
 HOLDING = """
 import os, sys, time
-from hetstream.base.signals import stop_requests
+from hetstream.base.process import stop_requests
 ask = stop_requests()
 print("ready", flush=True)
 while not ask():
@@ -26,7 +26,7 @@ print("asked", flush=True)
 """
 PASSING_OVER = """
 import subprocess, sys, signal
-from hetstream.base.signals import pass_over_warnings
+from hetstream.base.process import pass_over_warnings
 pass_over_warnings()
 print("ready", flush=True)
 sys.stdin.readline()
@@ -35,7 +35,7 @@ print(subprocess.run([sys.executable, "-c", "import signal; print(signal.getsign
 """
 BECOMING = """
 import os, signal, sys
-from hetstream.base.signals import hold_warnings, pass_over_warnings
+from hetstream.base.process import hold_warnings, pass_over_warnings
 if len(sys.argv) == 1:
     hold_warnings()
     print("ready", flush=True)
@@ -46,7 +46,7 @@ print("alive", flush=True)
 """
 SLEEPING = """
 import signal, threading, time
-from hetstream.base.signals import sleep_in_parts
+from hetstream.base.process import sleep_in_parts
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 print("ready", flush=True)
@@ -55,7 +55,7 @@ sleep_in_parts(600)
 KEEPING = """
 import sys
 from pathlib import Path
-from hetstream.hetjob.master.keeper import keep
+from hetstream.hetjob.master.server import keep
 child = "import signal, time; signal.signal(15, lambda *_: exit(0)); print('ready', flush=True); time.sleep(600)"
 sys.exit(keep([sys.executable, "-c", child], lambda: Path(sys.argv[1]).exists()))
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.base.turns import Turns
+from hetstream.base.limits import Turns
 
 
 def test_who_asks_too_often_waits_and_nobody_else() -> None:

@@ -17,7 +17,7 @@ from http import HTTPStatus
 import pytest
 
 from hetstream.base import web
-from hetstream.base.places import Places
+from hetstream.base.limits import Places
 from hetstream.base.web import Document, WebServer
 
 

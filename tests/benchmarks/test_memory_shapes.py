@@ -12,8 +12,8 @@ import pytest
 from benchmarks import held_out
 from benchmarks.memory_shapes import FITS, GROWS, looks_like_a_leak, memory_shapes
 from benchmarks.memory_traces import MemoryTrace, memory_traces
-from hetstream.hetjob.elastic.memory_growth import GrowthOptions, MemoryGrowth
-from hetstream.hetjob.master.trainer_memory import TRAINER_OPTIONS
+from hetstream.hetjob.elastic.memory import GrowthOptions, MemoryGrowth
+from hetstream.hetjob.master.memory import TRAINER_OPTIONS
 
 LEAD_S = 300.0
 

@@ -16,10 +16,9 @@ from benchmarks.bound import lower_bound_s, most_effective_hours
 from benchmarks.harness import Row
 from benchmarks.job_lists import FROZEN_JOBS, JobLists
 from hetstream.slurm_plugin.policy.table import Pool, job_table
-from hetstream.slurm_plugin.simulate.cluster import parse
-from hetstream.slurm_plugin.simulate.comparison import compare
+from hetstream.slurm_plugin.simulate.metrics import compare
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
-from hetstream.slurm_plugin.simulate.workload import build
+from hetstream.slurm_plugin.simulate.workload import build, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = Scenario("", Request.TUNED, Discipline.FIFO)

@@ -14,8 +14,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import Layout, TensorSpec, lay_out
+from hetstream.checkpoint.record.layout import Generation, Layout, TensorSpec, lay_out
 from hetstream.checkpoint.record.structure import Record, TensorRef
 from hetstream.checkpoint.record.tree import TENSOR
 

@@ -22,15 +22,14 @@ import numpy as np
 import torch
 
 from hetstream.base import typed_json
-from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.convert.weights import write_state
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.disk.ownership import JobIdentity
+from hetstream.checkpoint.disk.rank_file import PartSpec
+from hetstream.checkpoint.disk.safetensors import STRUCTURE
 from hetstream.checkpoint.errors import Damaged
-from hetstream.checkpoint.formats.part import STRUCTURE
-from hetstream.checkpoint.record.checksum import checksum
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation, checksum
 
 STEPS = (Generation(1, 10), Generation(1, 20))
 Point = namedtuple("Point", "x y")
@@ -404,7 +403,7 @@ def describe(step: Path, chance: Chance | None = None, **fields: Any) -> None:
         manifest["itself"] = ""
         try:
             # As the reader writes it down to compare: fields in its order, floats in its form.
-            from hetstream.checkpoint.disk.manifest import Manifest
+            from hetstream.checkpoint.disk.rank_file import Manifest
 
             known = typed_json.decode(json.dumps(manifest), Manifest)
             manifest["itself"] = known._checksum()

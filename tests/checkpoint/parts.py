@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.checkpoint.disk.commit import commit, write_part
-from hetstream.checkpoint.disk.manifest import PartSpec
-from hetstream.checkpoint.formats.part import STRUCTURE
-from hetstream.checkpoint.formats.plan import FilePlan
-from hetstream.checkpoint.formats.safetensors import plan_file
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import Layout, TensorSpec, lay_out
+from hetstream.checkpoint.disk.rank_file import PartSpec
+from hetstream.checkpoint.disk.safetensors import STRUCTURE, FilePlan, plan_file
+from hetstream.checkpoint.record.layout import Generation, Layout, TensorSpec, lay_out
 from hetstream.checkpoint.record.structure import Record as StateRecord
 from hetstream.checkpoint.record.structure import TensorRef
 from hetstream.checkpoint.record.tree import TENSOR

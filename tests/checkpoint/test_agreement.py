@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.checkpoint.record.agreement import Offer, OfferedRecord, Replica, choose_generation, on_its_way
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint.disk import bounds
+from hetstream.checkpoint.disk import rank_file
 from hetstream.checkpoint.disk.apart import read_apart
 from hetstream.checkpoint.errors import DamagedCheckpoint, NoCheckpoint
 
@@ -57,7 +57,7 @@ def test_memory_beyond_the_bounds_is_one_error(tmp_path: Path) -> None:
 
 def test_a_loop_in_a_library_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no handler of Python runs: the hash of a tuple that holds itself 2**60 times."""
-    monkeypatch.setattr(bounds, "_BASE_CPU_S", 1)
+    monkeypatch.setattr(rank_file, "_BASE_CPU_S", 1)
     levels = b"".join(b"h%ch%c\x86q%c0" % (n, n, n + 1) for n in range(60))
     data = b"\x80\x02)q\x000" + levels + b"}h\x3cNs."
 

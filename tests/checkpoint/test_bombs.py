@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint.disk.bounds import bounded, bytes_on_disk
-from hetstream.checkpoint.disk.manifest import MAX_RANKS, read_manifest
+from hetstream.checkpoint.disk.rank_file import MAX_RANKS, bounded, bytes_on_disk, read_manifest
+from hetstream.checkpoint.disk.safetensors import read_header
 from hetstream.checkpoint.errors import DamagedCheckpoint
-from hetstream.checkpoint.formats.safetensors import read_header
-from hetstream.checkpoint.record.checksum import checksum
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation, checksum
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import write_checkpoint
 from tests.checkpoint.programs.commands import Result

@@ -14,15 +14,15 @@ import pytest
 
 from hetstream.checkpoint.disk.commit import partial_path, write_part
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import PartSpec
-from hetstream.checkpoint.memory.collection import reason_to_keep, reason_to_remove
+from hetstream.checkpoint.disk.rank_file import PartSpec
 from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import Holder, StoreIdentity, WriterStatus
-from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores, reason_to_keep, reason_to_remove
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.slurm_plugin.cli import ckpt_writer, main
+from hetstream.slurm_plugin.cli import ckpt as ckpt_writer
+from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from tests.checkpoint import fake_trainer
 from tests.checkpoint.parts import make_record, write_checkpoint

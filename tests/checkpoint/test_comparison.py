@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.checkpoint.disk.comparison import files_of_host, share_of
+from hetstream.checkpoint.disk.directory import files_of_host, share_of
 
 
 @given(st.lists(st.integers(0, 9), max_size=9), st.integers(1, 9))

@@ -19,17 +19,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from hetstream.checkpoint.convert.source import detect
+from hetstream.checkpoint.convert.dcp import detect
 from hetstream.checkpoint.convert.torch_file import load_torch, plain
-from hetstream.checkpoint.convert.weights import Content, load_safetensors, read_dcp, reading
-from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.convert.weights import Content, load_safetensors, read_dcp, reading, write_state
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.disk.ownership import JobIdentity
+from hetstream.checkpoint.disk.rank_file import PartSpec
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryInUse, NoCheckpoint, UnsupportedState
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.tensors.shards import open_parts
 from hetstream.slurm_plugin.cli import main
 

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
 from hetstream.checkpoint.convert.dcp import FlashStorageReader
-from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.convert.weights import write_state
 from hetstream.checkpoint.disk.commit import commit
-from hetstream.checkpoint.disk.manifest import CHUNK_BYTES, PartSpec
+from hetstream.checkpoint.disk.rank_file import CHUNK_BYTES, PartSpec
 from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint, UnsupportedState
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.structure import Record, Shard, TensorRef
 from hetstream.checkpoint.tensors.shards import Parts, RankPart, Whole, open_parts, overlap_of
 

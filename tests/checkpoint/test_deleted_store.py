@@ -16,14 +16,13 @@ import torch
 
 from hetstream import FlashCheckpointer
 from hetstream.checkpoint.errors import SharedMemoryFull
-from hetstream.checkpoint.flash.save import saving
+from hetstream.checkpoint.flash import saving
 from hetstream.checkpoint.memory import store as store_module
 from hetstream.checkpoint.memory.segment import join_metadata
-from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store import Store, WakePipe
 from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.memory.wake_pipe import WakePipe
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save
 from tests.checkpoint.test_replica_restore import Job, job

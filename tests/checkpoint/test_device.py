@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint.flash.restore.copies import Copies
-from hetstream.checkpoint.flash.save.device import Copier
-from hetstream.checkpoint.tensors import copying
+from hetstream.checkpoint.flash.saving import Copier
+from hetstream.checkpoint.flash.sources import Copies
+from hetstream.checkpoint.tensors import copy_plan
 from hetstream.checkpoint.tensors.copy_plan import make_plan
 from hetstream.checkpoint.tensors.leaves import Flattener
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_every_byte_is_copied_however_it_is_cut(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_SHARED_BYTES", 400)
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 4097)
-    monkeypatch.setattr(copying, "_THREAD_BYTES", 1)
+    monkeypatch.setattr(copy_plan, "_SHARED_BYTES", 400)
+    monkeypatch.setattr(copy_plan, "_PIECE_BYTES", 4097)
+    monkeypatch.setattr(copy_plan, "_THREAD_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     wide = torch.randn(300, 200)
     tensors = [

@@ -18,8 +18,8 @@ import pytest
 from hetstream.base.files import Directory
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import PartSpec, read_manifest
 from hetstream.checkpoint.disk.ownership import JobIdentity
+from hetstream.checkpoint.disk.rank_file import PartSpec, read_manifest
 from hetstream.checkpoint.errors import (
     DamagedCheckpoint,
     DirectoryInUse,
@@ -31,7 +31,7 @@ from hetstream.checkpoint.errors import (
 )
 from hetstream.checkpoint.policy.interval import Attempt
 from hetstream.checkpoint.policy.retention import Best, Retention
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.checkpoint.parts import make_record, write_checkpoint
 

@@ -18,7 +18,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DirectoryNotWritable, ForeignOwner
 from hetstream.checkpoint.memory.store_files import StoreFiles
 from hetstream.checkpoint.memory.view import find_stores
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.mounted import mounted_memory
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.parts import write_checkpoint
 
 

@@ -30,12 +30,12 @@ from hetstream.checkpoint.errors import (
     StateMismatch,
     UnsupportedState,
 )
-from hetstream.checkpoint.flash.distributed import Alone
-from hetstream.checkpoint.flash.restore import source
-from hetstream.checkpoint.flash.save.device import Copier
+from hetstream.checkpoint.flash import source
+from hetstream.checkpoint.flash.ranks import Alone
+from hetstream.checkpoint.flash.saving import Copier
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 ROOT = Path(__file__).resolve().parents[2]
 WaitUntil = Callable[..., None]

@@ -25,16 +25,14 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import environment_of_writer, job_and_component
 from hetstream.checkpoint.disk import ownership, rank_file
 from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, StateMismatch, UnsupportedState
-from hetstream.checkpoint.flash.restore.source import MemorySource
-from hetstream.checkpoint.flash.save.capture import Capture
-from hetstream.checkpoint.flash.save.device import Copier
-from hetstream.checkpoint.flash.save.saving import Saving
+from hetstream.checkpoint.flash.saving import Capture, Copier, Saving
+from hetstream.checkpoint.flash.source import MemorySource
 from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.tensors import copying
+from hetstream.checkpoint.record.layout import Generation
+from hetstream.checkpoint.tensors import copy_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -179,9 +177,9 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_no_torn_generation(
 ) -> None:
     """Raised at each line in turn, as Ctrl-C and handlers of signals raise; the next save is that of the exception's
     handler, of other values, and no thread of the save before may write into it."""
-    monkeypatch.setattr(copying, "_SHARED_BYTES", 1 << 10)
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(copying, "_THREAD_BYTES", 1)
+    monkeypatch.setattr(copy_plan, "_SHARED_BYTES", 1 << 10)
+    monkeypatch.setattr(copy_plan, "_PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(copy_plan, "_THREAD_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     traced = tuple(
         f"checkpoint/{name}.py"

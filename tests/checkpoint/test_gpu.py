@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint.flash.save import device
+from hetstream.checkpoint.flash import saving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -28,7 +28,7 @@ def test_a_slot_is_pinned_once_and_given_back(make: Any, monkeypatch: pytest.Mon
             assert int(code) == 0
             return code
 
-    monkeypatch.setattr(device.torch.cuda, "cudart", Counting)
+    monkeypatch.setattr(saving.torch.cuda, "cudart", Counting)
     state = {"w": torch.rand(1 << 20, device="cuda"), "on the host": torch.rand(1000)}
     with make(num_slots=2) as checkpointer:
         for step in range(1, 8):

@@ -20,15 +20,14 @@ import torch
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.handover_request import Claim, living_request, read_request
-from hetstream.checkpoint.disk.ownership import JobIdentity, history
+from hetstream.checkpoint.disk.ownership import Claim, JobIdentity, history, living_request, read_request
 from hetstream.checkpoint.errors import DirectoryInUse
-from hetstream.checkpoint.flash.handover.handover import JobHandover
-from hetstream.checkpoint.flash.stop_agreement import StopAgreement, steps_until_next
+from hetstream.checkpoint.flash.handover import JobHandover
+from hetstream.checkpoint.flash.stopping import StopAgreement, steps_until_next
 from hetstream.checkpoint.memory.view import find_stores
 from hetstream.checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.parts import write_checkpoint
 
 STEPS = 60

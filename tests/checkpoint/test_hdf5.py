@@ -17,8 +17,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 
 from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, write_hdf5
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import TensorSpec
+from hetstream.checkpoint.record.layout import Generation, TensorSpec
 from hetstream.checkpoint.record.structure import Record, TensorRef
 from hetstream.checkpoint.record.tree import Encoder
 

@@ -14,7 +14,7 @@ from hetstream.checkpoint.memory.segment import file_bytes
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity
 from hetstream.checkpoint.policy.interval import Schedule
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 SIZE = 4 << 20
 SLOT = file_bytes(SIZE, 5000)

@@ -18,7 +18,7 @@ import torch
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.flash.distributed import Alone, communicator
+from hetstream.checkpoint.flash.ranks import Alone, communicator
 from hetstream.checkpoint.integrations.horovod import HorovodCommunicator
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hetstream import CheckpointReader
+from hetstream.checkpoint.disk import safetensors
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import UnsupportedState
-from hetstream.checkpoint.formats import safetensors
 from hetstream.checkpoint.record import tree
 from hetstream.checkpoint.record.layout import Entry, TensorSpec, lay_out
 from hetstream.slurm_plugin.cli import main

@@ -18,14 +18,13 @@ import torch
 
 from hetstream import CheckpointReader, FlashCheckpointer, Retention
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.convert.source import Source, choose
+from hetstream.checkpoint.convert.dcp import Source, choose
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, SharedMemoryFull
-from hetstream.checkpoint.memory.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.view import find_stores
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.memory.view import find_stores, reason_to_keep, reason_to_remove
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Branch, Lineage, is_newest_removed
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import delete_in_use, write_checkpoint

@@ -15,7 +15,7 @@ import torch
 
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash.host import Host
-from hetstream.checkpoint.flash.restore.source import MemorySource
+from hetstream.checkpoint.flash.source import MemorySource
 from hetstream.checkpoint.memory.view import find_stores
 from tests.checkpoint.programs.host_ranks import SIZE, came_to, trained
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hetstream.checkpoint.persist.persist_decision import decide_persist
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.persist.store_writer import decide_persist
+from hetstream.checkpoint.record.layout import Generation
 
 
 def g(*steps: int) -> set[Generation]:

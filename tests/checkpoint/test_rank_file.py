@@ -14,13 +14,10 @@ from safetensors.torch import load_file
 
 from hetstream.base.files import Directory
 from hetstream.checkpoint.disk import rank_file
-from hetstream.checkpoint.disk.manifest import Manifest, PartSpec
-from hetstream.checkpoint.disk.rank_file import RankFile, open_file, write_file
+from hetstream.checkpoint.disk.rank_file import Manifest, PartSpec, RankFile, open_file, write_file
+from hetstream.checkpoint.disk.safetensors import FilePlan, Range, plan_file, read_header
 from hetstream.checkpoint.errors import DamagedCheckpoint
-from hetstream.checkpoint.formats.plan import FilePlan, Range
-from hetstream.checkpoint.formats.safetensors import plan_file, read_header
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import ITEM_BYTES, TensorSpec
+from hetstream.checkpoint.record.layout import ITEM_BYTES, Generation, TensorSpec
 from tests.checkpoint.parts import Record, make_record
 
 # What this safetensors and this torch know both.

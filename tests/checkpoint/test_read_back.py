@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hetstream import CheckpointReader, FlashCheckpointer, OptionsError, UnsupportedState
-from hetstream.checkpoint.flash.save import capture, saving
+from hetstream.checkpoint.flash import saving
 from hetstream.checkpoint.record import tree
 from hetstream.slurm_plugin.cli import main
 
@@ -271,7 +271,7 @@ def test_a_fault_of_the_copy_is_found_by_the_first_save(make: Make, monkeypatch:
 
 def test_a_layout_is_read_back_once_and_a_new_kind_of_value_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(capture, "read_back", lambda state, *_, **__: seen.append(sorted(state)))
+    monkeypatch.setattr(saving, "read_back", lambda state, *_, **__: seen.append(sorted(state)))
     state: dict[str, Any] = {"w": torch.ones(2), "log": []}
     with make() as checkpointer:
         for step in range(1, 4):
@@ -287,7 +287,7 @@ def test_a_layout_is_read_back_once_and_a_new_kind_of_value_again(make: Make, mo
 
 
 def test_verify_decodes_what_a_restore_decodes(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "read_back", lambda *_, **__: None)
+    monkeypatch.setattr(saving, "read_back", lambda *_, **__: None)
     monkeypatch.setattr(tree, "_dtype_of", lambda _dtype: "no dtype")
     with make() as checkpointer:
         checkpointer.save(1, {"w": torch.ones(2), "place": np.zeros(3)})

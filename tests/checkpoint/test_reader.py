@@ -23,10 +23,10 @@ from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
-from hetstream.checkpoint.flash.restore import trial
-from hetstream.checkpoint.flash.restore.source import DiskSource
-from hetstream.checkpoint.flash.restore.stored import StoredPart
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.flash import candidates
+from hetstream.checkpoint.flash.source import DiskSource
+from hetstream.checkpoint.flash.sources import StoredPart
+from hetstream.checkpoint.record.layout import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.base.users import run_as
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_or_the_newest
             assert commit.remove(directory, generation.directory_name)  # as retention does it
         return DiskSource(where, generation, *more)
 
-    monkeypatch.setattr(trial, "DiskSource", remove_first)
+    monkeypatch.setattr(candidates, "DiskSource", remove_first)
     reader = CheckpointReader(directory)
     with pytest.raises(
         NoCheckpoint, match=r"step 1 can be restored: there are the steps 2, 3; step 1 .* was removed from"
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_is_removed_once_it_is_open_is_read_whole(
             shutil.rmtree(directory / "step-0000000003.1")
             return parts
 
-    monkeypatch.setattr(trial, "DiskSource", Removed)
+    monkeypatch.setattr(candidates, "DiskSource", Removed)
     state = state_of(0)
     assert CheckpointReader(directory).restore(state) == 3
     assert value_of(state["model"]) == 3.0

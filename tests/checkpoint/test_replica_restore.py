@@ -18,7 +18,7 @@ import pytest
 
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.processes import end_process
 
 ROOT = Path(__file__).resolve().parents[2]

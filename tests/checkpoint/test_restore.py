@@ -20,7 +20,7 @@ from torch import nn
 from hetstream import CheckpointReader, FlashCheckpointer
 from hetstream.checkpoint.errors import StateMismatch, UnsupportedState
 from hetstream.checkpoint.flash import rng
-from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
+from hetstream.checkpoint.flash.state_comparison import StateComparison
 from hetstream.checkpoint.record.tree import PlainObject
 from hetstream.checkpoint.tensors.leaves import Flattener
 from tests.checkpoint.test_tensors import pack

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint import pages
+from hetstream.checkpoint import locks
 from hetstream.checkpoint.errors import DamagedSegment
 from hetstream.checkpoint.memory.segment import (
     PAGE_BYTES,
@@ -24,7 +24,7 @@ from hetstream.checkpoint.memory.segment import (
     read_header,
     split_metadata,
 )
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 DIGEST = "0123456789abcdef" * 2
 PAYLOAD = random.Random(1).randbytes(3 * PAGE_BYTES + 17)
@@ -110,7 +110,7 @@ def test_populating_on_a_kernel_without_the_advice(
     complete: Segment, path: Path, writable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(mapping: mmap.mmap, offset: int, num_bytes: int, _how: int) -> bool:
-        return pages.populate(mapping, offset, num_bytes, 9999)  # type: ignore[arg-type]
+        return locks.populate(mapping, offset, num_bytes, 9999)  # type: ignore[arg-type]
 
     monkeypatch.setattr("hetstream.checkpoint.memory.segment.populate", unknown)
     test_populating_changes_nothing(complete, path, writable)

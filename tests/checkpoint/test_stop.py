@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.checkpoint.disk import commit
-from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
+from hetstream.checkpoint.flash.stopping import task_that_sigterm_ends
 from tests.checkpoint.processes import end_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ WaitUntil = Callable[..., None]
 
 STOP_REQUEST = """
 import os, signal
-from hetstream.checkpoint.flash.stop_request import StopRequest
+from hetstream.checkpoint.flash.stopping import StopRequest
 now_s = 100.0
 died = []
 request = StopRequest([signal.SIGTERM, signal.SIGUSR1], lambda: print("dies", flush=True), lambda: now_s)

@@ -20,8 +20,8 @@ import pytest
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, SharedMemoryFull, StoreInUse
-from hetstream.checkpoint.memory.mapped_slots import MappedSlots
 from hetstream.checkpoint.memory.segment import Segment
+from hetstream.checkpoint.memory.slots import MappedSlots
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import (
     StoreFiles,
@@ -31,7 +31,7 @@ from hetstream.checkpoint.memory.store_files import (
     stores_prefix,
 )
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.mounted import mounted_memory
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save, size_at

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.faults import FAULTS, POINTS
+from hetstream.checkpoint.errors import FAULTS, POINTS
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, save, size_at
 from tests.checkpoint.test_store import ROOT, identity, running, shared_memory, start, steps

@@ -31,7 +31,7 @@ from hetstream.checkpoint.record.tree import (
     PlainObject,
     decode,
 )
-from hetstream.checkpoint.tensors.views import make_foreign
+from hetstream.checkpoint.tensors.leaves import make_foreign
 
 Point = namedtuple("Point", "x y")
 

@@ -15,15 +15,12 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
-from hetstream.checkpoint.flash.restore.payload import Payload
-from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
-from hetstream.checkpoint.flash.restore.stored import StoredPart, TensorStore
+from hetstream.checkpoint.flash.sources import Payload, StoredPart, TensorStore
+from hetstream.checkpoint.flash.state_comparison import StateComparison
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef
-from hetstream.checkpoint.tensors.copy_plan import Plan, make_plan
-from hetstream.checkpoint.tensors.copying import copy_in_memory
-from hetstream.checkpoint.tensors.leaves import Flattener, Signature
-from hetstream.checkpoint.tensors.views import DTYPES, bytes_as_tensor, view_of
+from hetstream.checkpoint.tensors.copy_plan import Plan, copy_in_memory, make_plan
+from hetstream.checkpoint.tensors.leaves import DTYPES, Flattener, Signature, bytes_as_tensor, view_of
 
 # torch warns that complex32 is young.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

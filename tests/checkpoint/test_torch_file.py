@@ -16,7 +16,7 @@ import torch
 
 from hetstream.checkpoint.convert.torch_file import save_torch
 from hetstream.checkpoint.errors import UnsupportedState
-from hetstream.checkpoint.tensors.views import DTYPES
+from hetstream.checkpoint.tensors.leaves import DTYPES
 from tests.checkpoint.mounted import mounted_memory
 
 Point = namedtuple("Point", ["x", "y"])

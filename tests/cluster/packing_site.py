@@ -18,21 +18,19 @@ import pytest
 
 from benchmarks.clients.ckpt_job import CheckpointJob
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.site.address import SiteSettings
-from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
+from hetstream.hetjob.site.client import SiteSettings
+from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow, ShowGpus
 from hetstream.slurm_plugin.cli.packing_arguments import gpu_readings
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.table import GpuRow, ProcessRow
+from hetstream.slurm_plugin.coordinator.table import GpuRow, ProcessRow, look
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.processes import cluster_processes
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
-from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 from tests.conftest import WaitUntil
 
 STEPS = 80

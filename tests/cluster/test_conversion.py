@@ -19,7 +19,7 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, sbatch_takes_value
-from hetstream.slurm_plugin.conversion import convert_script, parse_command_line
+from hetstream.slurm_plugin.submit.conversion import convert_script, parse_command_line
 from tests.programs import require
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
@@ -285,7 +285,7 @@ KINDS: dict[str, tuple[dict[str, str], str]] = {
 EXPORTS = [
     sys.executable,
     "-c",
-    "import os; from hetstream.hetjob.job_environment import *; print(script_lines(os.environ))",
+    "import os; from hetstream.hetjob.job.job import *; print(script_lines(os.environ))",
 ]
 
 

@@ -20,7 +20,7 @@ from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.install.installation import LUA_DIR, hook_text
-from hetstream.slurm_plugin.program import own_program
+from hetstream.slurm_plugin.submit.program import own_program
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 PROGRAM = Path(__file__).parent / "programs" / "train.py"

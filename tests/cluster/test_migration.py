@@ -12,9 +12,9 @@ import pytest
 from benchmarks.ckpt_migrate import MIGRATE, measure
 from benchmarks.clients.ckpt_job import HETSTREAM, CheckpointJob, differences, undisturbed
 from hetstream.checkpoint.disk.ownership import history
-from hetstream.hetjob.master.migration import LOG_FILE, Migration
+from hetstream.hetjob.job.processes import start_child
+from hetstream.hetjob.master.memory import LOG_FILE, Migration
 from hetstream.hetjob.ports import Child
-from hetstream.hetjob.processes import start_child
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.elastic_job import ElasticJob
-from hetstream.hetjob.site.address import UnixAddress
+from hetstream.hetjob.site.client import UnixAddress
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from tests.cluster.networked import Cluster, networked_cluster
 

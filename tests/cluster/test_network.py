@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.site.address import SiteSettings, TcpAddress
-from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.client import SiteSettings, TcpAddress, ask
 from hetstream.hetjob.site.messages import AskStatus, ShowStatus
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.devcluster.network import CONTROLLER

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
-from hetstream.mpi_dataworkers.faults import FAULTS
-from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow, ShowGpus
+from hetstream.mpi_dataworkers.process.faults import FAULTS
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
+from hetstream.slurm_plugin.client.values import parse_gres
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
-from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 from tests.conftest import WaitUntil
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(400)]

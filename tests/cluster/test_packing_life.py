@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
-from hetstream.hetjob.site.address import ADDRESS_VARIABLE, SiteSettings, parse_address
-from hetstream.slurm_plugin.packing.words import COMMENT_MARK
+from hetstream.hetjob.site.client import ADDRESS_VARIABLE, SiteSettings, parse_address
+from hetstream.slurm_plugin.packing.notes import COMMENT_MARK
 from tests.cluster.packing_site import STEPS, Site, held_job
 from tests.conftest import WaitUntil
 
@@ -247,7 +247,7 @@ def test_a_node_that_is_lost_with_all_that_runs_there_loses_no_state(
 # Holds memory of the emulated GPU as a CUDA program without torch would of a real one.
 HOG = """
 import signal, sys
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 gpu = EmulatedGpuFile(sys.argv[1])
 assert gpu.take(gpu.capacity_bytes // 4)
 print("holds", flush=True)

@@ -15,11 +15,9 @@ from typing import Any, cast
 
 import pytest
 
-from hetstream.hetjob.site.gpus import NodeGpus, ShowGpus
+from hetstream.hetjob.site.messages import NodeGpus, ShowGpus
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.report import GpuWatch
-from hetstream.slurm_plugin.coordinator.table import GpuTable, ProcessRow
+from hetstream.slurm_plugin.coordinator.table import GpuTable, GpuWatch, ProcessRow, look
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.elastic_job import ElasticJob
-from hetstream.hetjob.site.address import SiteSettings, UnixAddress
-from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.client import SiteSettings, UnixAddress, ask
 from hetstream.hetjob.site.messages import AskStatus, JobStatus, ShowStatus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]

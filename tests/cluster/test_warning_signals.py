@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.summary import SUMMARY_FILE, load_summary
+from hetstream.hetjob.job.ended_job import SUMMARY_FILE, load_summary
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

@@ -10,11 +10,11 @@ import pytest
 
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
-from hetstream.hetjob.job_environment import JobEnvironment
-from hetstream.hetjob.master.companion_memory import CompanionMemory, Replacement
+from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
+from hetstream.hetjob.master.memory import CompanionMemory, Replacement
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,
     LoaderStats,
@@ -123,7 +123,7 @@ def leaking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> Iterator[tuple[Elastic, FakeSlurm, Leaking]]:
     monkeypatch.setattr("hetstream.hetjob.master.elastic._EVERY_S", 0.01)
-    monkeypatch.setattr("hetstream.hetjob.master.looks._SOONEST_S", 0.0)
+    monkeypatch.setattr("hetstream.hetjob.master.elastic._SOONEST_S", 0.0)
     job = JobEnvironment("7", "train", "gpu0", tmp_path, 1, 0)
     job.directory.mkdir(parents=True)
     job.address_file.touch()

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob import convert as limits
-from hetstream.hetjob.convert import check_cluster, convert
-from hetstream.hetjob.directives import read_directives, read_spec
+from hetstream.hetjob.convert import convert as limits
+from hetstream.hetjob.convert.convert import check_cluster, convert
+from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.plan import HetPlan
+from hetstream.hetjob.convert.render import render
+from hetstream.hetjob.convert.sbatch_options import parse_words
+from hetstream.hetjob.convert.spec import WITH_VALUE, JobSpec
 from hetstream.hetjob.errors import ConversionError, DirectiveError
-from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
-from hetstream.hetjob.render import render
-from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import WITH_VALUE, JobSpec
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
 # Each node has room for all tasks of the scripts here.

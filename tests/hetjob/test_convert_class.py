@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.convert_class import ClassNotPossible
-from hetstream.hetjob.directives import read_directives, read_spec
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.plan import ClassNotPossible, HetPlan
+from hetstream.hetjob.convert.render import render
+from hetstream.hetjob.convert.sbatch_options import parse_words
+from hetstream.hetjob.convert.spec import GUARANTEED, OPPORTUNISTIC, WITH_VALUE
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import Cluster
-from hetstream.hetjob.render import render
-from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import GUARANTEED, OPPORTUNISTIC, WITH_VALUE
 
 
 def plan_of(directive: str, *lines: str, words: tuple[str, ...] = (), known: tuple[str, ...] = ("opp",)) -> HetPlan:

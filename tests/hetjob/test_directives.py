@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.hetjob.directives import (
+from hetstream.hetjob.convert.directives import (
     from_command_line,
     late_directives,
     near_misses,
+    prologue_length,
     read_directives,
     read_spec,
 )
+from hetstream.hetjob.convert.sbatch_options import parse_words
+from hetstream.hetjob.convert.spec import OPTIONS, WITH_VALUE, JobSpec, written
 from hetstream.hetjob.errors import DirectiveError
-from hetstream.hetjob.option_lines import prologue_length
-from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import OPTIONS, WITH_VALUE, JobSpec, written
 
 
 def spec_of(script: str, *command_line: str) -> JobSpec | None:

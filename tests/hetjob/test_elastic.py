@@ -13,22 +13,18 @@ from typing import ClassVar
 
 import pytest
 
-from hetstream.hetjob.elastic.controller import Controller
-from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
-from hetstream.hetjob.elastic.holes import Holes, TimeRequest
+from hetstream.hetjob.elastic.companions import Holes, TimeRequest
+from hetstream.hetjob.elastic.controller import Controller, ControllerState, Stage
 from hetstream.hetjob.elastic.snapshot import Action, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.tuning import LocalLoading
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.job_environment import JobEnvironment
-from hetstream.hetjob.master.companion_time import CompanionTime
+from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.master.companions import CompanionJobs
-from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, ControllerStateFile
-from hetstream.hetjob.master.elastic import Elastic
-from hetstream.hetjob.master.looks import Looks
-from hetstream.hetjob.master.rates import TrainerCpus, WorkerRates
-from hetstream.hetjob.master.trainer_memory import MemoryReading, TrainerMemory
+from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, CompanionTime, ControllerStateFile
+from hetstream.hetjob.master.elastic import Elastic, Looks, TrainerCpus, WorkerRates
+from hetstream.hetjob.master.memory import MemoryReading, TrainerMemory
+from hetstream.hetjob.measured import Measured, RemainingWork
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
-from hetstream.hetjob.site.measured import Measured, RemainingWork
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,
@@ -167,7 +163,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil) -> Iterator[World]:
     monkeypatch.setattr("hetstream.hetjob.master.elastic._EVERY_S", 0.02)
-    monkeypatch.setattr("hetstream.hetjob.master.looks._SOONEST_S", 0.0)
+    monkeypatch.setattr("hetstream.hetjob.master.elastic._SOONEST_S", 0.0)
     world = World(tmp_path)
     yield world
     if world.elastic is not None:

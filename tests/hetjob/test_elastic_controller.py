@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.hetjob.elastic.controller import MEASURE_S, STARVING_SHARE, Controller
-from hetstream.hetjob.elastic.controller_state import Stage
-from hetstream.hetjob.elastic.policy import demand_per_s, needed, slowest
+from hetstream.hetjob.elastic.controller import (
+    MEASURE_S,
+    STARVING_SHARE,
+    Controller,
+    Stage,
+    demand_per_s,
+    needed,
+    slowest,
+)
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
 from hetstream.hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
 

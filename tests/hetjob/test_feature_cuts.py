@@ -10,14 +10,12 @@ import pytest
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Limits, Snapshot
 from hetstream.hetjob.elastic.step_terms import StepTerm, StepTerms
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.gpu_features.cut_costs import CutCosts, trainers
-from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
+from hetstream.mpi_dataworkers.dispatcher.client import load_of
+from hetstream.mpi_dataworkers.features.cut import CutGraph
+from hetstream.mpi_dataworkers.gpu_features.hybrid import CutCosts, HybridFeatures, Recutter, Seen, trainers
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, Batches
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
-from hetstream.mpi_dataworkers.gpu_features.recut import Recutter, Seen
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
-from hetstream.mpi_dataworkers.stage_load import load_of
 from hetstream.mpi_dataworkers.wire.messages import FeatureCut, LoaderStats, LoaderStatus, Status
 
 PLAN = make_plan(PLANS[0])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hetstream.hetjob.elastic.first_pass import FirstPass
+from hetstream.hetjob.elastic.memory import FirstPass
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.directives import from_command_line, read_directives, read_spec
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.directives import from_command_line, read_directives, read_spec
+from hetstream.hetjob.convert.plan import HetPlan
+from hetstream.hetjob.convert.sbatch_options import parse_words
+from hetstream.hetjob.convert.spec import WITH_VALUE, JobSpec
 from hetstream.hetjob.errors import DirectiveError
-from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.job.job import JobEnvironment
+from hetstream.hetjob.master.elastic import ElasticStages, GpuStage, elastic_of_gpu_stage
 from hetstream.hetjob.master.server import MasterConfig, SlurmLauncher
-from hetstream.hetjob.master.stages import ElasticStages, GpuStage, elastic_of_gpu_stage
-from hetstream.hetjob.plan import HetPlan
-from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import WITH_VALUE, JobSpec
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,
     LoaderStats,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.base.errors import ConfigError
-from hetstream.hetjob.elastic.holes import NICE, Holes, TimeRequest
-from hetstream.hetjob.master.companion_time import CompanionTime, TimeTally
-from hetstream.hetjob.master.hole_options import hole_options
+from hetstream.hetjob.elastic.companions import NICE, Holes, TimeRequest
+from hetstream.hetjob.master.controller_state_file import CompanionTime, TimeTally
+from hetstream.hetjob.master.server import hole_options
 from hetstream.hetjob.ports import MarkedJob
 
 times = st.floats(0.5, 100_000)

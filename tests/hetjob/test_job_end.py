@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.job_end import JobEnd, lead_s
+from hetstream.hetjob.job.job import JobEnd, lead_s
 
 
 class Clock:

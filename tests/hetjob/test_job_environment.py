@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.errors import MasterError
-from hetstream.hetjob.job_environment import JobEnvironment, export_variables, plain_variables, script_lines, submitting
+from hetstream.hetjob.job.job import JobEnvironment, export_variables, plain_variables, script_lines, submitting
 
 ENVIRON = {"SLURM_JOB_ID": "17", "SLURMD_NODENAME": "gpu0", "SLURM_SUBMIT_DIR": "/data/my runs"}
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import ConfigError
-from hetstream.base.files import Directory
-from hetstream.base.private import make_private
-from hetstream.hetjob.elastic.controller_state import ControllerState
+from hetstream.base.files import Directory, make_private
+from hetstream.hetjob.elastic.controller import ControllerState
 from hetstream.hetjob.errors import MasterError
-from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, choose, places
+from hetstream.hetjob.job.job import IN_SUBMIT_DIR, choose, places
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.server import MasterConfig
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as

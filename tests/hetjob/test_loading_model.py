@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.hetjob.elastic.loading_model import LoadingPoints, fitted
 from hetstream.hetjob.elastic.snapshot import Action, Limits
+from hetstream.hetjob.elastic.tuning import LoadingPoints, fitted
 from tests.hetjob.test_elastic_controller import History, Job, run
 
 SHARED_S, BY_NUMBER_S = 0.004, 0.1
@@ -73,7 +73,7 @@ def with_and_without(job: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> 
 
     with_model = history()
     with monkeypatch.context() as patch:
-        patch.setattr("hetstream.hetjob.elastic.loading_model.fitted", lambda points: None)
+        patch.setattr("hetstream.hetjob.elastic.tuning.fitted", lambda points: None)
         return with_model, history()
 
 

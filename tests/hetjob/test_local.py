@@ -16,8 +16,8 @@ import pytest
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import ProgramNotFound
-from hetstream.hetjob.local import LocalConfig, LocalResult, run_local
-from hetstream.hetjob.summary import summary_line
+from hetstream.hetjob.job.ended_job import summary_line
+from hetstream.hetjob.master.local import LocalConfig, LocalResult, run_local
 from hetstream.slurm_plugin.cli import main
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.errors import MasterError
-from hetstream.hetjob.job_environment import export_lines
+from hetstream.hetjob.job.job import export_lines
 from hetstream.hetjob.master.server import MasterConfig, start
 from hetstream.hetjob.ports import Child
 from hetstream.slurm_plugin.client.fake import FakeSlurm

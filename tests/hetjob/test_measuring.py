@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.hetjob.elastic.measuring import Measuring, WaitsByDataWorkers, worker_memory_mb
-from hetstream.hetjob.elastic.remaining_work import Work, remaining
 from hetstream.hetjob.elastic.snapshot import Companion, CompanionState, Snapshot
-from hetstream.hetjob.site.measured import MAX_POINTS, RemainingWork, SpeedPoint
+from hetstream.hetjob.elastic.step_terms import Measuring, WaitsByDataWorkers, Work, remaining, worker_memory_mb
+from hetstream.hetjob.measured import MAX_POINTS, RemainingWork, SpeedPoint
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus
 
 WORKING = CompanionState.WORKING

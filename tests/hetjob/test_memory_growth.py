@@ -11,13 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetstream.hetjob.elastic.memory_growth import (
-    Forecast,
-    GrowthOptions,
-    MemoryGrowth,
-    memory_to_ask_for,
-    theil_sen,
-)
+from hetstream.hetjob.elastic.memory import Forecast, GrowthOptions, MemoryGrowth, memory_to_ask_for, theil_sen
 
 GIB = float(1 << 30)
 

@@ -11,21 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.elastic.controller_state import ControllerState
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.spec import JobSpec
+from hetstream.hetjob.elastic.controller import ControllerState
 from hetstream.hetjob.errors import DirectiveError
-from hetstream.hetjob.job_environment import CONTROLLER_STATE_FILE
-from hetstream.hetjob.master.companion_memory import CompanionMemory
-from hetstream.hetjob.master.controller_state_file import ControllerStateFile, Told, told_by
-from hetstream.hetjob.master.memory_warning import MemoryWarning
-from hetstream.hetjob.master.memory_watch import MemoryWatch
-from hetstream.hetjob.master.migration import Migration
-from hetstream.hetjob.master.trainer_memory import MemoryReading, TrainerMemory
-from hetstream.hetjob.spec import JobSpec
+from hetstream.hetjob.job.job import CONTROLLER_STATE_FILE
+from hetstream.hetjob.master.controller_state_file import ControllerStateFile, MemoryWarning, Told, told_by
+from hetstream.hetjob.master.memory import CompanionMemory, MemoryReading, MemoryWatch, Migration, TrainerMemory
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStats, LoaderStatus
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.insight.told_by_job import told_by_job
+from hetstream.slurm_plugin.insight.proposals import told_by_job
 
 GIB, MB = 1 << 30, 1 << 20
 

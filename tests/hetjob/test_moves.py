@@ -8,9 +8,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from hetstream.hetjob.elastic.moves import RemoteWorker, moves
-from hetstream.hetjob.master.companion_moves import AGAIN_S, READ_AGAIN_S, CompanionMoves, Placed
-from hetstream.hetjob.site.measured import Measured, RemainingWork
+from hetstream.hetjob.elastic.companions import RemoteWorker, moves
+from hetstream.hetjob.master.companions import AGAIN_S, READ_AGAIN_S, CompanionMoves, Placed
+from hetstream.hetjob.measured import Measured, RemainingWork
 
 FAR = [RemoteWorker("7", "cpu3", 10.0, 1e6), RemoteWorker("8", "cpu4", 10.0, 9e6)]
 

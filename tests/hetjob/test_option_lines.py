@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
-from hetstream.hetjob.directives import read_directives, read_spec
+from hetstream.hetjob.convert.convert import AlreadyHeterogeneous, script_options
+from hetstream.hetjob.convert.directives import foreign_line, option_lines, read_directives, read_spec, split_line
 from hetstream.hetjob.errors import DirectiveError
-from hetstream.hetjob.option_lines import foreign_line, option_lines, split_line
 
 
 def get_argument(line: bytes, at: int, blank_can_be_escaped: bool) -> tuple[bytes | None, int]:

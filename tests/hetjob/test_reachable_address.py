@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.errors import MasterError
-from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.master import server
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.directives import read_directives, read_spec
-from hetstream.hetjob.plan import Component, HetPlan
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.plan import Component, HetPlan
+from hetstream.hetjob.convert.render import render
+from hetstream.hetjob.convert.spec import JobSpec
 from hetstream.hetjob.ports import Cluster
-from hetstream.hetjob.render import render
-from hetstream.hetjob.spec import JobSpec
 from tests.programs import require
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.hetjob.sbatch_environment import from_environment, handed_on, taken_variables
-from hetstream.hetjob.sbatch_options import SbatchOptions, parse_words, words_of
+from hetstream.hetjob.convert.sbatch_options import (
+    SbatchOptions,
+    from_environment,
+    handed_on,
+    parse_words,
+    taken_variables,
+    words_of,
+)
 
 GPUS = {"SBATCH_CPUS_PER_GPU": "4"}
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.sbatch_environment import from_environment
-from hetstream.hetjob.sbatch_options import (
+from hetstream.hetjob.convert.sbatch_options import (
     LETTERS,
     TAKES_VALUE,
     SbatchOptions,
+    from_environment,
     megabytes,
     memory_words,
     parse_words,

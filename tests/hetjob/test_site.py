@@ -15,12 +15,20 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import ConfigError
 from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
-from hetstream.hetjob.site import link as link_module
-from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address, read_settings
-from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.link import HOLD_S, SiteLink, linked
-from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.site import client as link_module
+from hetstream.hetjob.site.client import (
+    HOLD_S,
+    SiteLink,
+    SiteSettings,
+    TcpAddress,
+    UnixAddress,
+    ask,
+    linked,
+    parse_address,
+    read_settings,
+)
 from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_ANSWER_BYTES,

@@ -8,8 +8,8 @@ import pytest
 
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
-from hetstream.hetjob.master.rates import WorkerRates
-from hetstream.mpi_dataworkers.stage_load import has_gpu_stage, load_of
+from hetstream.hetjob.master.elastic import WorkerRates
+from hetstream.mpi_dataworkers.dispatcher.client import has_gpu_stage, load_of
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStats, LoaderStatus, Status
 
 HOLD, GROW, DRAIN, CANCEL = Action

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.job_environment import STEP_PYTHON, submitting
-from hetstream.hetjob.step_command import is_of_tasks, name_for_shell, step_command
+from hetstream.hetjob.convert.step_command import is_of_tasks, name_for_shell, step_command
+from hetstream.hetjob.job.job import STEP_PYTHON, submitting
 
-COMMANDS = Path(submitting.__code__.co_filename).with_name("commands")
+COMMANDS = Path(submitting.__code__.co_filename).parents[1] / "commands"
 ONE_NODE = {
     **{"SLURM_HET_SIZE": "2", "SLURM_JOB_ID": "17", "SLURM_JOB_ID_HET_GROUP_0": "17", "SLURM_JOB_NAME": "my job"},
     **{"SLURM_JOB_NUM_NODES_HET_GROUP_0": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "gpu0"},

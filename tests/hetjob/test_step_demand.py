@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.plan import HetPlan
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.plan import HetPlan
+from hetstream.hetjob.convert.spec import JobSpec
+from hetstream.hetjob.convert.step_demand import Surroundings
 from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
-from hetstream.hetjob.spec import JobSpec
-from hetstream.hetjob.step_demand import Surroundings
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
 # Each node has room for all tasks of the scripts here.

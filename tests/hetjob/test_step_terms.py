@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hetstream.hetjob.elastic.controller_state import ControllerState
-from hetstream.hetjob.elastic.loading_model import LoadingPoints
+from hetstream.hetjob.elastic.controller import ControllerState
 from hetstream.hetjob.elastic.step_terms import StepTerm, StepTerms
+from hetstream.hetjob.elastic.tuning import LoadingPoints
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile, told_by
 from hetstream.mpi_dataworkers.wire.messages import EmbeddingLookups, LoaderStats, LoaderStatus, OptimizerCalls
-from hetstream.slurm_plugin.cli.summary import _lines as summary_lines
+from hetstream.slurm_plugin.cli.job import _lines as summary_lines
 
 UNKNOWN = StepTerm("T_data", None, None, "nothing was tried")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.temporary import remove_leftovers, temporary_directory
+from hetstream.hetjob.job.processes import remove_leftovers, temporary_directory
 
 HOLD = """
 import sys
-from hetstream.hetjob.temporary import temporary_directory
+from hetstream.hetjob.job.processes import temporary_directory
 with temporary_directory() as directory:
     (directory / "dispatcher").mkdir()
     (directory / "dispatcher" / "journal").write_text("keys")

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.base.private import temporary_place
+from hetstream.base.files import temporary_place
 from hetstream.hetjob.errors import ServiceNotFound
-from hetstream.hetjob.find_service import JobPlace, check_running, find_address_file, find_directory
+from hetstream.hetjob.job.find_service import JobPlace, check_running, find_address_file, find_directory
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerState,
     DataWorkerStatus,
@@ -137,7 +137,7 @@ def test_a_service_is_found_by_name_number_directory_or_alone(tmp_path: Path, mo
 
 
 def test_looking_for_the_only_service_makes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.base.private.unsafe_below", lambda place: f"anybody can write to {place}")
+    monkeypatch.setattr("hetstream.base.files.unsafe_below", lambda place: f"anybody can write to {place}")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UsageError, match="no running service found"):
         find_address_file(None, None, {}, tmp_path / "here", nowhere)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.master.job_cgroup import read_job_memory
-from hetstream.hetjob.master.trainer_memory import MemoryReading, TrainerMemory, counted_left_s
-from hetstream.hetjob.site.measured import Measured, RemainingSource, RemainingWork
+from hetstream.hetjob.master.memory import MemoryReading, TrainerMemory, counted_left_s, read_job_memory
+from hetstream.hetjob.measured import Measured, RemainingSource, RemainingWork
 
 GIB = 1 << 30
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.plan import HetPlan
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.plan import HetPlan
+from hetstream.hetjob.convert.render import WhatRuns, render, what_runs
+from hetstream.hetjob.convert.spec import JobSpec
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER
-from hetstream.hetjob.render import render
-from hetstream.hetjob.spec import JobSpec
-from hetstream.hetjob.what_runs import WhatRuns, what_runs
 
 SCRIPT = "#!/bin/bash\n#SBATCH --gpus=1\nmodule load cuda\nsrun python train.py --lr 0.1 --model resnet50 --seed=3\n"
 

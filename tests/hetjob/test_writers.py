@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from hetstream.base.own_job import with_job
+from hetstream.base.process import with_job
 from hetstream.hetjob.errors import WritersNotStarted
-from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.job.job import JobEnvironment, ready_file, start
 from hetstream.hetjob.ports import Child
-from hetstream.hetjob.writers import ready_file, start
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))

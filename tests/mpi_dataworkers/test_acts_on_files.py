@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.mpi_dataworkers.ops.acts_on_files import acts_on_files
+from hetstream.mpi_dataworkers.ops.changes import acts_on_files
 
 
 @pytest.fixture

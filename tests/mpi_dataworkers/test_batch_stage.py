@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.pipeline import StagedBatch
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects, unflatten
 from hetstream.mpi_dataworkers.wire.codec import fuse, split
 

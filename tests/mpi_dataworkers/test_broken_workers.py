@@ -9,10 +9,16 @@ from dataclasses import dataclass
 import pytest
 
 from hetstream.mpi_dataworkers.dispatcher import events
-from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, ReportEvent, Send
-from hetstream.mpi_dataworkers.dispatcher.standing import FIRST_PAUSE_S, LONGEST_PAUSE_S, Standing
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.dispatcher.tables import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Instruction,
+    ReportEvent,
+    Send,
+    Standing,
+)
+from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.transports import channels
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
-from hetstream.mpi_dataworkers.transports.channels import ChannelSender
+from hetstream.mpi_dataworkers.transports import base
+from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable
 from hetstream.mpi_dataworkers.wire.messages import Delivery, EndOfShard
 
 END = EndOfShard("s", 1, 1)
@@ -58,12 +57,12 @@ def test_the_one_not_used_for_longest_makes_room_and_loses_nothing(
     sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = time.monotonic()
-    monkeypatch.setattr(channels, "MAX_CHANNELS", 2)
+    monkeypatch.setattr(base, "MAX_CHANNELS", 2)
     for receiver in ("a", "b", "a", "c", "a"):
         sender.send(receiver, END, [])
     closed = [one for one in Written.story if one[0] == "close"]
     assert [one[1] for one in closed] == ["b"]
-    assert begun + channels._EVICTED_LINGER_S <= closed[0][2] < time.monotonic() + channels._EVICTED_LINGER_S
+    assert begun + base._EVICTED_LINGER_S <= closed[0][2] < time.monotonic() + base._EVICTED_LINGER_S
 
 
 @pytest.mark.parametrize("failure", [ConnectionResetError("it left"), ProtocolError("it left")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetstream.base.errors import ConfigError
-from hetstream.mpi_dataworkers.config import (
+from hetstream.mpi_dataworkers.process.config import (
     buffer_bytes_from_environment,
     compression_from_environment,
     identity_from_environment,

@@ -21,7 +21,7 @@ from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import RemoteError
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.loader import process_connection
-from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S
+from hetstream.mpi_dataworkers.loader.client import DISPATCHER_SILENCE_S
 from hetstream.mpi_dataworkers.loader.process_connection import ConnectionOptions, join_service
 from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.transports.zmq import _MAX_UNPROVEN
-from hetstream.mpi_dataworkers.transports.zmq_frames import CONTROL_FRAME_BYTES
+from hetstream.mpi_dataworkers.transports.zmq import _MAX_UNPROVEN, CONTROL_FRAME_BYTES
 from hetstream.mpi_dataworkers.wire.address import read_address_file
 
 # ZMTP 3.0 (https://rfc.zeromq.org/spec/23/): a greeting with the mechanism CURVE, and the head of a long command.
@@ -67,7 +66,7 @@ def test_what_strangers_announce_is_given_back_when_they_are_gone(
 # glibc take the next ones from the heap.
 HOLD_AND_FREE = """
 import ctypes, os, sys
-from hetstream.mpi_dataworkers.memory import give_back_freed_memory
+from hetstream.mpi_dataworkers.process.interpreter import give_back_freed_memory
 if sys.argv[1] == "gives back":
     give_back_freed_memory()
 libc = ctypes.CDLL(None)

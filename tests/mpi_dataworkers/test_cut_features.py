@@ -13,8 +13,7 @@ from random_features import as_bytes, random_batch, random_graph
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
+from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten

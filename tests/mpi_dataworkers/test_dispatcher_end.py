@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetstream.mpi_dataworkers.dispatcher import server
-from hetstream.mpi_dataworkers.dispatcher.event_log import EventLog
-from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.dispatcher.events import EventLog
+from hetstream.mpi_dataworkers.dispatcher.server import Journal
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.transports.base import Received

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher import rooms
-from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher import placement
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.programs import joined, serves
+from hetstream.mpi_dataworkers.dispatcher.tables import Instruction, Send
+from hetstream.mpi_dataworkers.process.programs import joined, serves
 from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
     CloseSession,
@@ -205,7 +205,7 @@ def test_a_process_that_does_not_come_free_gets_a_fresh_one_beside_it() -> None:
     state.handle("a", LeaveLoader(STATS), 1.0)
     connect(state, "b", TWO, now=1.0)
     assert sent(begin(state, "b", 1.0), RenewWorker) == ["w0"]
-    late = 1.0 + rooms.ROOM_S
+    late = 1.0 + placement.ROOM_S
     out = state.handle("w0", WorkerHeartbeat([]), late)  # it is at a long sample, and alive
     assert sent(out + state.tick(late), AddProcess) == ["w0"]
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.dispatcher.tables import Instruction, Send
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.wire.messages import (
     CloseSession,

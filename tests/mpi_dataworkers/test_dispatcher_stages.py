@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher import limits
-from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, RememberStats, Send
+from hetstream.mpi_dataworkers.dispatcher import tables
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.dispatcher.tables import Instruction, RememberStats, Send
 from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
     CloseSession,
@@ -106,7 +106,7 @@ def test_each_loader_counts_the_data_workers_of_its_stage(state: DispatcherState
 def test_nobody_is_asked_for_a_process_with_another_device(state: DispatcherState) -> None:
     out = state.handle("trainer", opened("last", 0, 100), 0.0) + feed(state, "g0")
     for second in range(2, 20):
-        out += state.tick(float(second)) if second < limits.WORKER_TIMEOUT_S else []
+        out += state.tick(float(second)) if second < tables.WORKER_TIMEOUT_S else []
     assert not sent(out, AddProcess)
     assert not sent(out, RenewWorker)
 
@@ -124,7 +124,7 @@ def test_losing_a_holder_takes_both_of_its_leases(state: DispatcherState, how: s
     elif how == "replaced":
         out = state.handle("g9", RegisterWorker("host", 9, "g0", [], slot="slot-g0", device="gpu"), now)
     else:
-        now = limits.WORKER_TIMEOUT_S + 1000.0
+        now = tables.WORKER_TIMEOUT_S + 1000.0
         for peer in ("c0", "c1", "g1", "trainer", "loader of g0"):
             (state.tables.workers.get(peer) or state.tables.loaders[peer]).last_seen = now
         out = state.tick(now)

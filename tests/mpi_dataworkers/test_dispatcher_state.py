@@ -8,22 +8,24 @@ from collections import Counter
 import msgspec
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher import limits
+from hetstream.mpi_dataworkers.dispatcher import tables
 from hetstream.mpi_dataworkers.dispatcher.events import LoaderLost, PipelineRemembered, SessionClosed
-from hetstream.mpi_dataworkers.dispatcher.instructions import (
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.dispatcher.tables import (
     ForgetPipeline,
     ForgetWorker,
     Instruction,
+    Lease,
+    LeaseStatus,
     RememberPipeline,
     RememberStats,
     RememberWorker,
     ReportEvent,
     Send,
 )
-from hetstream.mpi_dataworkers.dispatcher.records import Lease, LeaseStatus
-from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.wire.messages import (
+    HEARTBEAT_S,
     CloseSession,
     Draining,
     DrainWorker,
@@ -61,7 +63,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     UnknownPeer,
     WorkerHeartbeat,
 )
-from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 
 LOADER = "loader"
 STATS = LoaderStats()
@@ -132,7 +133,7 @@ def test_steps_that_were_sent_and_never_came_are_leased_again_with_a_new_token()
         for worker in ("w0", "w1"):
             state.handle(worker, WorkerHeartbeat([]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
-    out = state.tick(limits.ARRIVAL_TIMEOUT_S + 0.1)
+    out = state.tick(tables.ARRIVAL_TIMEOUT_S + 0.1)
     assert sent(out, RevokeLease)[0][1] == RevokeLease(lease.token, "s", True, "sent 5.1 s ago and not received")
     assert sent(out, LeaseRevoked) == [(LOADER, LeaseRevoked("s", lease.token))]
     assert sent(out, Membership) == [(LOADER, Membership(1))], "that worker does not reach this loader"
@@ -152,7 +153,7 @@ def test_a_data_worker_that_reaches_nobody_is_told_once_for_all_its_leases() -> 
     for now in (2.0, 4.0):
         state.handle("w0", WorkerHeartbeat([]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
-    state.tick(limits.ARRIVAL_TIMEOUT_S + 0.1)
+    state.tick(tables.ARRIVAL_TIMEOUT_S + 0.1)
     assert [event.happened for event in state.tables.story if "does not reach" in event.happened] == [
         "does not reach rank=0, next try in 10 s"
     ]
@@ -167,7 +168,7 @@ def test_a_worker_whose_sample_holds_the_gil_is_not_lost_before_the_sample_hangs
     assert "w0" in state.tables.workers
     assert state.tables.workers["w0"].tokens == held
     state.handle(LOADER, LoaderHeartbeat(STATS), 304.0)
-    state.tick(limits.WORKER_TIMEOUT_S + 300.1)
+    state.tick(tables.WORKER_TIMEOUT_S + 300.1)
     assert "w0" not in state.tables.workers, "its supervisor would have replaced it"
 
 
@@ -181,7 +182,7 @@ def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
     elif how == "silent":
         state.handle("w1", WorkerHeartbeat([*state.tables.workers["w1"].tokens]), 300.0)
         state.handle(LOADER, LoaderHeartbeat(STATS), 300.0)
-        out = state.tick(limits.WORKER_TIMEOUT_S + 300.1)
+        out = state.tick(tables.WORKER_TIMEOUT_S + 300.1)
     elif how == "left":
         out = state.handle("w0", LeaveWorker(), 1.0)
     elif how == "replaced":
@@ -221,7 +222,7 @@ def test_lease_size_follows_the_measured_time_of_a_step() -> None:
         lease = next(one for one in state.tables.leases.values() if one.status is LeaseStatus.ACTIVE)
         state.handle("w0", FinishLease(lease.token, 0.0001 * (lease.stop - lease.first)), 1.0)
     sizes = [lease.stop - lease.first for lease in state.tables.leases.values() if lease.status is LeaseStatus.ACTIVE]
-    assert max(sizes) == limits.MAX_LEASE_STEPS
+    assert max(sizes) == tables.MAX_LEASE_STEPS
 
 
 def test_steps_that_wait_for_the_network_are_leased_in_small_lots_and_do_not_keep_a_data_worker_busy() -> None:
@@ -231,7 +232,7 @@ def test_steps_that_wait_for_the_network_are_leased_in_small_lots_and_do_not_kee
         num_steps = lease.stop - lease.first
         state.handle("w0", FinishLease(lease.token, 0.0001 * num_steps, waited_s=0.0099 * num_steps), 1.0)
     sizes = [lease.stop - lease.first for lease in state.tables.leases.values() if lease.status is LeaseStatus.ACTIVE]
-    assert min(sizes) == limits.TARGET_LEASE_S / 0.01
+    assert min(sizes) == tables.TARGET_LEASE_S / 0.01
     work = state.tables.workers["w0"].work
     assert work.busy_s == pytest.approx(0.0001 * work.steps)
 
@@ -369,7 +370,7 @@ def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_ste
     assert not sent(out, GrantLease)
     state.validate()
     assert state.tables.sessions["s"].requeued == [3]
-    out = state.tick(100.1 + limits.RECOVERY_GRACE_S)
+    out = state.tick(100.1 + tables.RECOVERY_GRACE_S)
     assert ForgetWorker("w1") in out, "it did not come back"
     grants = [message for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
     assert grants[0].first_step == 3, "the step that the trainer waits for comes first"
@@ -681,7 +682,7 @@ def test_a_silent_loader_is_collected_and_told_and_one_that_does_not_read_yet_is
         out = state.tick(float(now))
         if LOADER not in state.tables.loaders:
             break
-    assert now == limits.LOADER_TIMEOUT_S + 1
+    assert now == tables.LOADER_TIMEOUT_S + 1
     assert Send(LOADER, UnknownPeer()) in out
     assert RememberStats(loader(), STATS) in out
     assert (list(state.tables.loaders), state.tables.sessions, state.tables.leases) == (["idle"], {}, {})
@@ -708,7 +709,7 @@ def test_a_worker_that_may_be_tried_again_is_announced() -> None:
         state.handle("w0", WorkerHeartbeat([*state.tables.workers["w0"].tokens]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
         state.tick(now)
-    out = state.tick(0.2 + limits.UNREACHABLE_S)
+    out = state.tick(0.2 + tables.UNREACHABLE_S)
     assert sent(out, Membership) == [(LOADER, Membership(1))]
     assert sent(out, GrantLease)
 

@@ -14,8 +14,8 @@ from torch._dynamo import eval_frame
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
-from hetstream.mpi_dataworkers.loader import embedding_lookups
-from hetstream.mpi_dataworkers.loader.embedding_lookups import EmbeddingTimer
+from hetstream.mpi_dataworkers.loader import step_times
+from hetstream.mpi_dataworkers.loader.step_times import EmbeddingTimer
 from hetstream.mpi_dataworkers.wire.messages import EmbeddingLookups
 from tests.mpi_dataworkers.test_optimizer_calls import Clock, Event
 
@@ -145,9 +145,9 @@ def test_a_compiled_program_is_not_looked_at_and_gets_no_warning(
     torch.optim.SGD(
         torch.nn.Linear(1, 1).parameters(), lr=0.1
     ).zero_grad()  # loads torch's compiler, and compiles nothing
-    assert not embedding_lookups._is_compiled()
+    assert not step_times._is_compiled()
     compiled = torch.compile(Table(clock), backend="eager")
-    assert embedding_lookups._is_compiled()
+    assert step_times._is_compiled()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         timer.step_ended()
@@ -155,7 +155,7 @@ def test_a_compiled_program_is_not_looked_at_and_gets_no_warning(
     assert not torch_module._has_any_global_hook()
     torch._dynamo.reset()
     monkeypatch.delattr(eval_frame, "cached_backends")
-    assert embedding_lookups._is_compiled(), "what cannot be known counts as a yes"
+    assert step_times._is_compiled(), "what cannot be known counts as a yes"
 
 
 def test_a_program_that_first_compiles_within_a_timed_step_gets_its_one_graph(

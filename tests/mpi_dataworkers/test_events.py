@@ -17,10 +17,9 @@ import sample_datasets as datasets
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.dispatcher import events
-from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, follow_events, older, read_events
-from hetstream.mpi_dataworkers.dispatcher.instructions import ReportEvent
-from hetstream.mpi_dataworkers.dispatcher.journal import Journal
-from hetstream.mpi_dataworkers.dispatcher.server import _carry_out
+from hetstream.mpi_dataworkers.dispatcher.events import EVENTS_FILE, EventLog, follow_events, older, read_events
+from hetstream.mpi_dataworkers.dispatcher.server import Journal, _carry_out
+from hetstream.mpi_dataworkers.dispatcher.tables import ReportEvent
 
 LOST = events.DataWorkerLost(data_worker=3, host="cpu1", pid=7, orderly=False, cause="silent for 4.1 s")
 

@@ -16,7 +16,7 @@ from hooking import assert_no_local_step, connection_of, hooked
 from torch.utils.data import DataLoader, get_worker_info
 
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.loader import availability, client, compared_pass, remote_source
+from hetstream.mpi_dataworkers.loader import client, compared_pass, remote_source
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -89,7 +89,7 @@ def test_what_a_second_process_waits_for_hangs_nobody(
 ) -> None:
     for module in (compared_pass, remote_source):
         monkeypatch.setattr(module, "LEAST_S", 2.0)
-    for module in (availability, client, remote_source):
+    for module in (client, client, remote_source):
         monkeypatch.setattr(module, "LATE_STEP_S", 2.0)
     monkeypatch.setattr(remote_source, "_LATE_FOR_S", 3.0)
     with hooked(three.name, monkeypatch):

@@ -12,8 +12,7 @@ import torch
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features.batches import Jagged
-from hetstream.mpi_dataworkers.features.collate import collate_rows
+from hetstream.mpi_dataworkers.features.batches import Jagged, collate_rows
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 
@@ -72,7 +71,7 @@ def test_windows_for_which_there_is_no_memory_are_an_error_with_the_features_nam
 def test_a_list_that_is_missing_is_an_empty_one_whatever_its_memory_has(native_code: bool, tmp_path: Path) -> None:
     """The file is written of an array whose second list is missing, and has two values in memory all the same."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    from hetstream.mpi_dataworkers.sources.parquet import ParquetDataset
+    from hetstream.mpi_dataworkers.sources.tables import ParquetDataset
 
     starts, values = pa.array([0, 2, 4, 4, 5], pa.int32()), pa.array([7, 8, 90, 91, 5], pa.int64())
     missing = pa.array([False, True, False, False])

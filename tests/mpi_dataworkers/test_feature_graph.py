@@ -18,12 +18,20 @@ from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.chains import groups_of
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
-from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, Input, Output, Step, dense, jagged
-from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
+from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
+from hetstream.mpi_dataworkers.features.graph import (
+    Feature,
+    FeatureGraph,
+    Input,
+    Output,
+    Step,
+    dense,
+    from_json,
+    jagged,
+    to_json,
+)
+from hetstream.mpi_dataworkers.features.operators import FeatureType
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.features.types import FeatureType
 
 NAN = float("nan")
 EVERY = FeatureGraph.of(
@@ -175,7 +183,7 @@ def test_a_graph_is_the_same_out_of_json_and_pickle_and_on_every_machine() -> No
     assert again.digest == EVERY.digest != FeatureGraph.of({"y": dense("a")}).digest
     assert {type(step.operator) for step in EVERY.steps} == set(ops.OPERATORS)
     assert pickle.dumps(again) == before, "what was asked of it does not travel"
-    program = "import sys; from hetstream.mpi_dataworkers.features.graph_json import from_json\n"
+    program = "import sys; from hetstream.mpi_dataworkers.features.graph import from_json\n"
     program += "print(from_json(sys.stdin.read()).digest); assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", program], input=to_json(EVERY), capture_output=True, text=True, check=True

@@ -19,7 +19,7 @@ from hetstream.mpi_dataworkers.features import native, reference
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.tiles import Span, spans
+from hetstream.mpi_dataworkers.features.kernels import Span, spans
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from tests.programs import needs
 

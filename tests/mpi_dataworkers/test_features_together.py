@@ -21,7 +21,7 @@ from random_features import as_bytes
 from hetstream import DataLoader, mix
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures

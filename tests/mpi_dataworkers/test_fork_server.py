@@ -17,8 +17,8 @@ import large_datasets as datasets
 import pytest
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.ops.holdings import Holdings
-from hetstream.mpi_dataworkers.worker.watch import Answer, WorkPage
+from hetstream.mpi_dataworkers.ops.fork_safety import Holdings
+from hetstream.mpi_dataworkers.worker.process import Answer, WorkPage
 
 # Of words, so many that their pickle is above the threshold.
 LENGTH = 3000

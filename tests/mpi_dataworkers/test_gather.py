@@ -18,7 +18,7 @@ from hetstream.mpi_dataworkers.wire.codec import (
     split,
 )
 from hetstream.mpi_dataworkers.wire.messages import Batch, Batches, Delivery, EndOfShard
-from hetstream.mpi_dataworkers.worker.gather import GATHER_BYTES, GATHER_S, Gatherer
+from hetstream.mpi_dataworkers.worker.steps import GATHER_BYTES, GATHER_S, Gatherer
 
 Sent = list[tuple[Delivery, Sequence[Leaf]]]
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from hetstream.base.errors import ConfigError, OptionsError
-from hetstream.checkpoint.flash.distributed import communicator
+from hetstream.checkpoint.flash.ranks import communicator
 from hetstream.mpi_dataworkers.horovod import horovod_identity
 from hetstream.mpi_dataworkers.loader.data_loader import DataLoader
 from tests.programs import needs

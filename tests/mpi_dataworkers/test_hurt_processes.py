@@ -15,11 +15,10 @@ import hurt_datasets as datasets
 import pytest
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.ops import shared_memory
+from hetstream.mpi_dataworkers.ops import process_memory
 from hetstream.mpi_dataworkers.worker import fork_server
-from hetstream.mpi_dataworkers.worker.exchange import Exchange
-from hetstream.mpi_dataworkers.worker.fork_server import ForkServers
-from hetstream.mpi_dataworkers.worker.watch import Answer
+from hetstream.mpi_dataworkers.worker.fork_server import Exchange, ForkServers
+from hetstream.mpi_dataworkers.worker.process import Answer
 
 # Of words, so many that their pickle is above the threshold from which processes are forked with them.
 LARGE = 3000
@@ -228,8 +227,8 @@ def test_mapped_files_may_have_any_name(tmp_path: Path, monkeypatch: pytest.Monk
         "7f40-7f50 rw-s x",
     ]
     maps.write_text("".join(f"{line}\n" for line in lines))
-    monkeypatch.setattr(shared_memory, "_MAPS", maps)
-    assert shared_memory.shared_mappings() == {lines[0], lines[2]}
+    monkeypatch.setattr(process_memory, "_MAPS", maps)
+    assert process_memory.shared_mappings() == {lines[0], lines[2]}
 
 
 PROGRAM = """

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps
+from hetstream.mpi_dataworkers.loader.shards import ListedSteps
 from hetstream.mpi_dataworkers.ops.index_form import pack_indices, unpack_indices
 
 # What a sampler gives for a step, and whether that has an index for each of its samples.

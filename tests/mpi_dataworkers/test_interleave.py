@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.errors import StateError
-from hetstream.mpi_dataworkers.order.interleave import Interleave, as_strides, deal, gather, take
-from hetstream.mpi_dataworkers.order.mixer import Mixer, Stop, check_mixture, choices_of
+from hetstream.mpi_dataworkers.order.interleave import (
+    Interleave,
+    Mixer,
+    Stop,
+    as_strides,
+    check_mixture,
+    choices_of,
+    deal,
+    gather,
+    take,
+)
 
 LENGTHS = st.lists(st.integers(0, 4), max_size=6)
 

@@ -23,8 +23,8 @@ from hooking import hooked
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hetstream import DataLoader as OwnLoader
-from hetstream.mpi_dataworkers.handlers import of_handler
 from hetstream.mpi_dataworkers.loader import canary
+from hetstream.mpi_dataworkers.process.handlers import of_handler
 
 OURS = str(Path(canary.__file__).parents[1])
 NUM_STEPS = 9

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher import journal as journal_module
-from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.dispatcher import server as journal_module
+from hetstream.mpi_dataworkers.dispatcher.server import Journal
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvidePipeline, RegisterLoader
 

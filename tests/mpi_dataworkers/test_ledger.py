@@ -22,7 +22,7 @@ import ledger_trainer
 import pytest
 
 from hetstream.base.errors import ConfigError
-from hetstream.mpi_dataworkers.faults import FAULTS, POINTS
+from hetstream.mpi_dataworkers.process.faults import FAULTS, POINTS
 
 PROGRAM = Path(ledger_trainer.__file__)
 DEADLINE_S = 120.0

@@ -14,7 +14,7 @@ import pytest
 from torch._utils import ExceptionWrapper
 
 from hetstream.mpi_dataworkers.errors import RemoteError
-from hetstream.mpi_dataworkers.loader import torch_errors
+from hetstream.mpi_dataworkers.loader import user_errors
 from hetstream.mpi_dataworkers.loader.user_errors import rebuild_error
 from hetstream.mpi_dataworkers.ops.pipeline import SampleError, describe_failure
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed
@@ -268,10 +268,10 @@ def test_what_is_no_exception_is_an_error_of_the_loader(error: BaseException) ->
 
 
 def test_a_process_that_closed_its_connections_and_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_errors, "_ENDS_IN_S", 0.1)
+    monkeypatch.setattr(user_errors, "_ENDS_IN_S", 0.1)
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     process.start()
-    error = torch_errors.of_dead_process(process.pid or 0)
+    error = user_errors.of_dead_process(process.pid or 0)
     process.join(10)
     assert process.exitcode == -signal.SIGKILL
     assert str(error) == f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly"

@@ -17,21 +17,14 @@ from random_features import as_bytes
 from hetstream import DataLoader, FeatureError
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.features import native, native_choice
+from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.shortage import (
-    MOST_IN_A_ROW,
-    Shortage,
-    Try,
-    came_back,
-    fell_short,
-    next_try,
-)
-from hetstream.mpi_dataworkers.loader.feature_parts import FeatureParts, TrainersDevice
+from hetstream.mpi_dataworkers.gpu_features.corun import MOST_IN_A_ROW, Shortage, Try, came_back, fell_short, next_try
+from hetstream.mpi_dataworkers.loader.features import FeatureParts, TrainersDevice
 from hetstream.mpi_dataworkers.partitioner.partition import partition
 from tests.programs import needs
 
@@ -465,7 +458,7 @@ def test_data_workers_with_and_without_a_compiler_make_the_same_bytes_and_that_i
     service: Any, loaders: Any, whole: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native code begins after some batches, where there is a compiler; Logit and BoxCox stay torch's."""
-    monkeypatch.setattr(native_choice, "WORTH_S", 1e-4)
+    monkeypatch.setattr(native, "WORTH_S", 1e-4)
     loader = loader_of(loaders, features=GRAPH)
     assert made(loader) == whole
     said = loader.stats()["features"]["reason"]

@@ -17,17 +17,16 @@ from random_features import as_bytes
 
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features import recut
-from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
-from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter, Seen
-from hetstream.mpi_dataworkers.loader import feature_recuts
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.gpu_features import hybrid
+from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures, Recut, Recutter, Seen
+from hetstream.mpi_dataworkers.loader import features as feature_recuts
 
 
 def chains(names: str) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def hasty_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks after two steps, and nothing is waited for."""
     monkeypatch.setattr(feature_recuts, "_STEPS", 2)
     monkeypatch.setattr(feature_recuts, "_LOOK_S", 0.0)
-    monkeypatch.setattr(recut, "SETTLE_S", 0.0)
+    monkeypatch.setattr(hybrid, "SETTLE_S", 0.0)
 
 
 @pytest.fixture(name="drawn")

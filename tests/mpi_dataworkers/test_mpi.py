@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.config import transports_from_environment
+from hetstream.mpi_dataworkers.process.config import transports_from_environment
 
 BIN = Path(sys.executable).parent
 MPIEXEC = BIN / "mpiexec"

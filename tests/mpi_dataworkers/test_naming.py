@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.mpi_dataworkers.config import TrainerIdentity
-from hetstream.mpi_dataworkers.loader.naming import LoaderName, name_loader, title_of
+from hetstream.mpi_dataworkers.loader.client import LoaderName, name_loader, title_of
+from hetstream.mpi_dataworkers.process.config import TrainerIdentity
 
 
 @pytest.mark.parametrize(

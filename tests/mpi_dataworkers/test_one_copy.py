@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.wire import pipeline_transfer as handover
 from hetstream.mpi_dataworkers.wire.messages import Contents, Program, ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, pack, read_into, remove_unused
-from hetstream.mpi_dataworkers.worker.exchange import Exchange
+from hetstream.mpi_dataworkers.worker.fork_server import Exchange
 
 
 def pss_bytes(pid: int) -> int:

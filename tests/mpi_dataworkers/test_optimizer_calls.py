@@ -15,9 +15,9 @@ from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.loader import optimizer_calls
-from hetstream.mpi_dataworkers.loader.optimizer_calls import OptimizerTimer
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
+from hetstream.mpi_dataworkers.loader import step_times
+from hetstream.mpi_dataworkers.loader.step_times import OptimizerTimer
 from hetstream.mpi_dataworkers.wire.messages import OptimizerCalls
 
 
@@ -89,7 +89,7 @@ def test_one_in_eight_is_timed_whatever_the_period_of_the_program() -> None:
             optimizer.step()
         assert timer.calls().num_timed == 20
         before = torch.random.get_rng_state()
-        optimizer_calls.watch()
+        step_times.watch()
         optimizer.step()
         assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -254,16 +254,16 @@ def test_the_dispatcher_is_told(three: Any, wait_until: Callable[..., None], mon
             if step == 4:
                 # Else it is drawn, once a second, and not where other tests have compiled.
                 monkeypatch.setattr(eval_frame, "cached_backends", {})
-                monkeypatch.setattr(optimizer_calls._timer._embeddings, "_draw", lambda: 0.0)
-                monkeypatch.setattr(optimizer_calls._timer._embeddings, "_is_over", False)
-                monkeypatch.setattr(optimizer_calls._timer._embeddings, "_next_s", 0.0)
+                monkeypatch.setattr(step_times._timer._embeddings, "_draw", lambda: 0.0)
+                monkeypatch.setattr(step_times._timer._embeddings, "_is_over", False)
+                monkeypatch.setattr(step_times._timer._embeddings, "_next_s", 0.0)
             (model(batch[:, None]) + table(batch.long())).sum().backward()
             optimizer.step()
             if step == 8:
                 wait_until(lambda: was_told(client.fetch().loaders[0].optimizer), what="the optimizer's calls")
         assert not torch_module._has_any_global_hook(), "the pass has ended"
         told = client.fetch().loaders[0].optimizer
-        now = optimizer_calls.calls()
+        now = step_times.calls()
         assert told is not None
         assert now is not None
         assert 0 < told.num_calls <= now.num_calls

@@ -13,22 +13,28 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob import job_environment
-from hetstream.mpi_dataworkers import interpreter
-from hetstream.mpi_dataworkers.config import (
+from hetstream.hetjob.job import job
+from hetstream.mpi_dataworkers.dispatcher import tables
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.dispatcher.tables import Instruction, Send
+from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.hook import environment as hook_environment
+from hetstream.mpi_dataworkers.process import interpreter
+from hetstream.mpi_dataworkers.process.config import (
     container_from_environment,
     environment_of_python,
     environment_with_hash_seed,
     hash_seed,
     python_environment,
 )
-from hetstream.mpi_dataworkers.dispatcher import limits
-from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
-from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.hook import environment as hook_environment
-from hetstream.mpi_dataworkers.interpreter import Follower, PythonEnvironment, announce, announced, this_interpreter
-from hetstream.mpi_dataworkers.programs import why_unfit
+from hetstream.mpi_dataworkers.process.interpreter import (
+    Follower,
+    PythonEnvironment,
+    announce,
+    announced,
+    this_interpreter,
+)
+from hetstream.mpi_dataworkers.process.programs import why_unfit
 from hetstream.mpi_dataworkers.wire.messages import (
     GrantLease,
     Interpreter,
@@ -93,7 +99,7 @@ def test_versions_are_compared_at_registration() -> None:
     assert not sent(GrantLease), "its pickles are for another Python"
     assert state.status(1.0).loaders[0].num_data_workers == 0
     for now in (1.0, 2.0, 3.0, 4.0, 5.5, 6.0):
-        assert not sent(Notice) or now > limits.UNFIT_AFTER_S
+        assert not sent(Notice) or now > tables.UNFIT_AFTER_S
         handle("w0", WorkerHeartbeat([]), now)
         handle("loader", LoaderHeartbeat(LoaderStats()), now)
         told.extend(state.tick(now))
@@ -124,7 +130,7 @@ def test_the_variables_that_make_an_environment() -> None:
         "PYTHONPATH": "/mine", "LD_LIBRARY_PATH": "/cuda/lib", "PYTHONHASHSEED": "0",
     }  # fmt: skip
     assert "PYTHONPATH" not in python_environment({"PYTHONPATH": hook})
-    commands = str(Path(job_environment.__file__).with_name("commands"))  # which a converted job puts before all others
+    commands = str(Path(job.__file__).parents[1] / "commands")  # which a converted job puts before all others
     assert python_environment({"PATH": f"{commands}:/bin"}) == python_environment({"PATH": "/bin"})
     here = {"PATH": "/usr/bin", "CONDA_PREFIX": "/base", "PYTHONPATH": hook, "SLURM_JOB_ID": "8", "HOME": "/home/u"}
     became = environment_of_python({"PATH": "/env/bin", "VIRTUAL_ENV": "/env"}, here)

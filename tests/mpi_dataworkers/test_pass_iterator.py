@@ -13,11 +13,10 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.loader.delivered import Delivered
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
-from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps
+from hetstream.mpi_dataworkers.loader.session import Delivered
+from hetstream.mpi_dataworkers.loader.shards import ListedSteps, PassShards
 
 DATA = datasets.Augmented(24)
 

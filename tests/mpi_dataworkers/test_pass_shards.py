@@ -8,10 +8,8 @@ import pytest
 import sample_datasets as datasets
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from hetstream.mpi_dataworkers.loader.division import Division
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
-from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, PlannedSteps
+from hetstream.mpi_dataworkers.loader.shards import Division, ListedSteps, PassShards, PlannedSteps
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan
 

@@ -21,9 +21,9 @@ from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError, RemoteError, StateError
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
-from hetstream.mpi_dataworkers.loader import skipped
+from hetstream.mpi_dataworkers.loader import statistics
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
+from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
@@ -41,7 +41,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ReportProgress,
     SessionSpec,
 )
-from hetstream.mpi_dataworkers.worker import watch
+from hetstream.mpi_dataworkers.worker import process
 from hetstream.mpi_dataworkers.worker.supervisor import FRESH_PROCESS
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8}
@@ -301,7 +301,7 @@ def test_a_quarantine_file_that_cannot_be_written_any_more_is_told(loaders: Any,
 def test_quarantine_is_bounded_and_states_with_more_are_refused(
     loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skipped, "MAX_QUARANTINED", 3)
+    monkeypatch.setattr(statistics, "MAX_QUARANTINED", 3)
     dataset = datasets.Spoiled(40, set(range(0, 40, 8)), tmp_path / "log")
     loader = loaders(dataset, on_error="quarantine", max_attempts=1)
     with pytest.raises(PipelineError, match="4 samples of the dataset are broken, more than the 3 that can be in"):
@@ -525,17 +525,17 @@ def test_the_loader_is_told_which_steps_a_lost_data_worker_held() -> None:
 
 
 def test_how_processes_end_in_words(tmp_path: Path) -> None:
-    assert watch.how_it_ended(7, True) == "ended with code 7"
-    assert watch.how_it_ended(-9, False) == "was killed by signal 9 (SIGKILL)"
-    assert watch.how_it_ended(-9, True) == "was killed by the kernel: out of memory"
-    assert watch.fate_of("ended with code 7", None, "", "h", 1).failure is None
+    assert process.how_it_ended(7, True) == "ended with code 7"
+    assert process.how_it_ended(-9, False) == "was killed by signal 9 (SIGKILL)"
+    assert process.how_it_ended(-9, True) == "was killed by the kernel: out of memory"
+    assert process.fate_of("ended with code 7", None, "", "h", 1).failure is None
     cases = [("3:cpu:/job\n0::/job\n", "job/memory.events"), ("4:memory:/job\n", "memory/job/memory.oom_control")]
     for groups, file in cases:
         (tmp_path / "groups").write_text(groups)
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("low 0\noom_kill 3\noom_group_kill 0\n")
-        assert watch.count_oom_kills(tmp_path / "groups", tmp_path) == 3
-    assert watch.count_oom_kills(tmp_path / "none", tmp_path) == 0
+        assert process.count_oom_kills(tmp_path / "groups", tmp_path) == 3
+    assert process.count_oom_kills(tmp_path / "none", tmp_path) == 0
 
 
 class MemoryGroup:

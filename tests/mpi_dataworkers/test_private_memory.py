@@ -18,7 +18,7 @@ import torch
 from hooking import assert_no_local_step, hooked
 from torch.utils.data import DataLoader
 
-from hetstream.mpi_dataworkers.ops.private_memory import PrivateMemory
+from hetstream.mpi_dataworkers.ops.process_memory import PrivateMemory
 
 LENGTH = 24
 _PR_SET_DUMPABLE = 4
@@ -259,7 +259,7 @@ def test_a_process_has_a_copy_of_all_that_it_shares_and_says_where_it_wrote(tmp_
 
 
 def test_memory_of_which_no_copy_can_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.ops.private_memory._MOST_COPIED_BYTES", 4096)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.ops.process_memory._MOST_COPIED_BYTES", 4096)
     unnamed = mmap.mmap(-1, 8192)
 
     def work() -> bool:

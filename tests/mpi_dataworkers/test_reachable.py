@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from hetstream.mpi_dataworkers.ops.reachable import reachable
+from hetstream.mpi_dataworkers.ops.pipeline import reachable
 
 
 class Guarded:

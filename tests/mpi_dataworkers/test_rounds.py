@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
-from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
-from hetstream.mpi_dataworkers.ops.round_reader import SharedRounds, open_shard
-from hetstream.mpi_dataworkers.order.length_rounds import RoundFormer, StreamBuckets
+from hetstream.mpi_dataworkers.ops.streams import Shard, SharedRounds, open_shard
+from hetstream.mpi_dataworkers.order.bucketing import RoundFormer, StreamBuckets
 from hetstream.mpi_dataworkers.wire.messages import ShardOrder
 
 BOUNDARIES = [10, 20, 40]

@@ -15,7 +15,7 @@ from hetstream.mpi_dataworkers.features.batches import Jagged
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
 from hetstream.mpi_dataworkers.features.operators import FirstX
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.sources.csv import CsvDataset
+from hetstream.mpi_dataworkers.sources.tables import CsvDataset
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5}
 STAGE = FeatureTransform(FeatureGraph.of({"ids": jagged("ids") >> FirstX(2)}))

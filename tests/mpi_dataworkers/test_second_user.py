@@ -22,7 +22,7 @@ import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.transports.proof import new_nonce, prove
+from hetstream.mpi_dataworkers.transports.auth import new_nonce, prove
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.codec import encode
 from hetstream.mpi_dataworkers.wire.messages import Hello, Proof

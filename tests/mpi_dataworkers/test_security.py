@@ -27,18 +27,18 @@ from hetstream import DataLoader
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.transports import sockets
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
-from hetstream.mpi_dataworkers.transports.extents import find_frames, lay_out
-from hetstream.mpi_dataworkers.transports.peer import most_unproven
-from hetstream.mpi_dataworkers.transports.proof import (
+from hetstream.mpi_dataworkers.transports.auth import (
     SEAL_BYTES,
     LoaderHandshake,
     Seal,
     WorkerHandshake,
     is_proof,
+    most_unproven,
     new_nonce,
     prove,
 )
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
+from hetstream.mpi_dataworkers.transports.layout import find_frames, lay_out
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, parse_service, read_address_file, write_address_file
 from hetstream.mpi_dataworkers.wire.codec import encode

@@ -17,15 +17,13 @@ import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.config import TrainerIdentity
 from hetstream.mpi_dataworkers.loader import process_connection
-from hetstream.mpi_dataworkers.loader.client import ServiceClient
-from hetstream.mpi_dataworkers.loader.naming import LoaderName
-from hetstream.mpi_dataworkers.loader.registration import ClientOptions
+from hetstream.mpi_dataworkers.loader.batches import TorchBatches
+from hetstream.mpi_dataworkers.loader.client import ClientOptions, LoaderName, ServiceClient
 from hetstream.mpi_dataworkers.loader.session import SessionRequest
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
-from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
+from hetstream.mpi_dataworkers.process.config import TrainerIdentity
 from hetstream.mpi_dataworkers.transports.base import ToLoader
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.messages import (

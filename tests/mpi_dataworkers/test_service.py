@@ -30,8 +30,7 @@ from hetstream.mpi_dataworkers.errors import (
     Superseded,
 )
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.transports.zmq import new_keys
-from hetstream.mpi_dataworkers.transports.zmq_frames import CONTROL_FRAME_BYTES
+from hetstream.mpi_dataworkers.transports.zmq import CONTROL_FRAME_BYTES, new_keys
 from tests.mpi_dataworkers.batches import as_bytes, check_that_a_lost_worker_costs_nothing
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5}
@@ -777,7 +776,7 @@ passing = iter(loader)
 next(passing)
 import atexit
 started = time.monotonic()
-import hetstream.mpi_dataworkers.loader.loader_connection as connection
+import hetstream.mpi_dataworkers.loader.connection as connection
 atexit.unregister(connection._close_connections)
 atexit.register(lambda: print("ended in", time.monotonic() - started < 2))
 atexit.register(connection._close_connections)

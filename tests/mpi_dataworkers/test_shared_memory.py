@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart, unpickle
-from hetstream.mpi_dataworkers.ops.shared_memory import Looking, WriteWatch
+from hetstream.mpi_dataworkers.ops.process_memory import Looking, WriteWatch
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import IN_MESSAGE_BYTES
 
 LENGTH = 4
@@ -78,7 +78,7 @@ def test_what_is_written_into_shared_memory_between_epochs_arrives_and_nothing_e
 
 
 def test_a_step_made_in_the_trainer_has_what_data_workers_have(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.availability.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.LOCAL_AFTER_S", 0.1)
     dataset = Labelled(torch.zeros(LENGTH).share_memory_())
     with hooked(service.name, monkeypatch):
         loader = DataLoader(dataset, LENGTH, num_workers=1, persistent_workers=True)
@@ -160,7 +160,7 @@ def test_our_own_loader_says_that_processes_cannot_fill_a_cache_for_each_other(t
 def test_a_cache_that_the_trainer_fills_in_place_of_data_workers_is_none_either(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.availability.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.LOCAL_AFTER_S", 0.1)
     dataset = Caching(torch.zeros(LENGTH).share_memory_())
     with hooked(service.name, monkeypatch):
         assert next(iter(DataLoader(dataset, LENGTH, num_workers=1))).tolist() == [0.5, 1.5, 2.5, 3.5]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
-from hetstream.mpi_dataworkers.dispatcher.limits import LEASES_PER_WORKER
 from hetstream.mpi_dataworkers.dispatcher.sharing import ShareGroup
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.dispatcher.tables import LEASES_PER_WORKER, Instruction, Send
 from hetstream.mpi_dataworkers.wire.messages import (
     CloseSession,
     FinishLease,
@@ -26,7 +25,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
     Sharing,
 )
-from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
+from hetstream.mpi_dataworkers.worker.steps import BatchCache, CachedBatch
 
 STATS = LoaderStats()
 STEPS = 100

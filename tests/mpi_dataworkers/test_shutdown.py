@@ -9,8 +9,7 @@ import pytest
 
 from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
 from hetstream.mpi_dataworkers.worker import worker
-from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
-from hetstream.mpi_dataworkers.worker.watch import WorkPage
+from hetstream.mpi_dataworkers.worker.process import ShutdownDeadlines, WorkPage
 
 RULE_S = 2.0
 

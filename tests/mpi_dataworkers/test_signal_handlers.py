@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.handlers import of_handler, others, suppressed_others
 from hetstream.mpi_dataworkers.loader.likeness import compare
+from hetstream.mpi_dataworkers.process.handlers import of_handler, others, suppressed_others
 
 
 class Interrupted(Exception):

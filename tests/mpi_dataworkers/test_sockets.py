@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.transports import receive_memory, sockets
+from hetstream.mpi_dataworkers.transports import sockets
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
-from hetstream.mpi_dataworkers.transports.pieces import pieces_of
-from hetstream.mpi_dataworkers.transports.receive_memory import ReceiveMemory
-from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.transports.sockets import ReceiveMemory, SocketBatchSender, SocketReceiver, pieces_of
 from hetstream.mpi_dataworkers.wire.codec import Scattered
 from hetstream.mpi_dataworkers.wire.messages import Batch
 
@@ -211,7 +209,7 @@ def test_memory_of_batches_that_were_dropped_is_used_again(receiver: SocketRecei
 
 
 def test_memory_for_other_sizes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive_memory, "_KEEP_BYTES", 1 << 20)
+    monkeypatch.setattr(sockets, "_KEEP_BYTES", 1 << 20)
     memory = ReceiveMemory()
     for size in (400_000, 800_000, 1_600_000):
         parts = [memory.take(size) for _ in range(3)]

@@ -12,8 +12,7 @@ from PIL import Image
 
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.errors import SourceError
-from hetstream.mpi_dataworkers.sources.images import ImageFolder
-from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
+from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop
 
 JPEGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "jpeg"
 

@@ -19,13 +19,10 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset
 
 from hetstream import DataLoader, FeatureError, SourceError
-from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
-from hetstream.mpi_dataworkers.features.collate import collate_rows
-from hetstream.mpi_dataworkers.sources.csv import CsvDataset
+from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable, collate_rows
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 from hetstream.mpi_dataworkers.sources.images import ImageFolder
-from hetstream.mpi_dataworkers.sources.parquet import ParquetDataset
-from hetstream.mpi_dataworkers.sources.table import RowGroupSampler
+from hetstream.mpi_dataworkers.sources.tables import CsvDataset, ParquetDataset, RowGroupSampler
 
 ROWS = 50
 TYPES = {"row": "int64", "price": "float32?", "clicks": "list<int64>", "count": "int32"}
@@ -304,7 +301,7 @@ def test_a_row_of_csv(tmp_path: Path) -> None:
 def test_rows_are_found_whatever_their_texts_hold(
     tmp_path: Path, notes: list[str], group_rows: int, block: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.sources.csv._BLOCK_BYTES", block)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.sources.tables._BLOCK_BYTES", block)
     lines = ['"' + note.replace('"', '""') + f'",{at}' for at, note in enumerate(notes)]
     path = csv_of(tmp_path / "notes.csv", "\n".join(["note,id", *lines]) + "\n" * ends)
     dataset = CsvDataset(path, {"id": "int64"}, group_rows=group_rows)

@@ -20,8 +20,8 @@ import sample_datasets as datasets
 import sample_stages as stages
 
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.faults import POINTS
-from hetstream.mpi_dataworkers.status_client import StatusClient
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient
+from hetstream.mpi_dataworkers.process.faults import POINTS
 from hetstream.mpi_dataworkers.wire.address import read_address_file
 from hetstream.mpi_dataworkers.wire.messages import SteerDataWorkers
 from tests.mpi_dataworkers.batches import as_bytes

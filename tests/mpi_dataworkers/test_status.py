@@ -17,16 +17,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hetstream import DataLoader
 from hetstream.base.errors import ConfigError
-from hetstream.base.training_progress import TrainingProgress
-from hetstream.mpi_dataworkers.config import metrics_address
+from hetstream.base.process import TrainingProgress
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.dispatcher.events import DataWorkersChanged
-from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.dispatcher.tables import Instruction, Send
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
-from hetstream.mpi_dataworkers.rates import RecentRates
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.order.rates import RecentRates
+from hetstream.mpi_dataworkers.process.config import metrics_address
 from hetstream.mpi_dataworkers.wire.messages import (
     DrainWorker,
     FailLease,

@@ -14,9 +14,8 @@ import torch
 
 from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.compared_pass import ComparedPass
-from hetstream.mpi_dataworkers.loader.delivered import Delivered
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
-from hetstream.mpi_dataworkers.loader.step_indices import PlannedSteps
+from hetstream.mpi_dataworkers.loader.session import Delivered
+from hetstream.mpi_dataworkers.loader.shards import PassShards, PlannedSteps
 from hetstream.mpi_dataworkers.loader.witness import Made
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan

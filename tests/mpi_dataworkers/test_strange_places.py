@@ -14,14 +14,13 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from hetstream.base.access import EVERYBODY, owners_of, strange_here, strange_value
-from hetstream.mpi_dataworkers.config import python_environment
-from hetstream.mpi_dataworkers.interpreter import Follower, PythonEnvironment
-from hetstream.mpi_dataworkers.ops.own_code import is_own
 from hetstream.mpi_dataworkers.ops.pickling import digest_of
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, program_of, settings_of
-from hetstream.mpi_dataworkers.ops.reached import Reached
+from hetstream.mpi_dataworkers.ops.reached import Reached, is_own
+from hetstream.mpi_dataworkers.process.config import python_environment
+from hetstream.mpi_dataworkers.process.interpreter import Follower, PythonEnvironment
 from hetstream.mpi_dataworkers.wire.messages import Program
-from hetstream.slurm_plugin import program
+from hetstream.slurm_plugin.submit import program
 from tests.base.users import run_as
 
 SOMEBODY, COLLEAGUE = 54321, 54322
@@ -152,10 +151,10 @@ def test_a_strangers_python_is_not_followed(tmp_path: Path, monkeypatch: pytest.
         here, executable=str(python), prefix=str(tmp_path / "env"), variables={"PATH": f"{python.parent}:/usr/bin"}
     )
     wanted = replace(wanted, owners={key: [0] for key in (str(python), str(python.parent), wanted.prefix)})
-    monkeypatch.setattr("hetstream.mpi_dataworkers.interpreter.announced", lambda _: wanted)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.process.interpreter.announced", lambda _: wanted)
     assert Follower(tmp_path / "address").target() is None
     ours = replace(wanted, owners={key: [SOMEBODY] for key in wanted.owners})
-    monkeypatch.setattr("hetstream.mpi_dataworkers.interpreter.announced", lambda _: ours)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.process.interpreter.announced", lambda _: ours)
     assert Follower(tmp_path / "address").target() == ours, "that of a colleague is the same on both hosts"
 
 

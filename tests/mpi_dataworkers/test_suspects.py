@@ -14,10 +14,10 @@ from hooking import hooked
 from torch.utils.data import DataLoader
 
 from hetstream.base.limits import available_bytes
-from hetstream.mpi_dataworkers.config import memory_of_task_from_environment
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
 from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
 from hetstream.mpi_dataworkers.ops.pipeline import Watched
+from hetstream.mpi_dataworkers.process.config import memory_of_task_from_environment
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 from tests.conftest import WaitUntil
 

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
-from hetstream.mpi_dataworkers.features.collate import collate_rows
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable, collate_rows
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
 from hetstream.mpi_dataworkers.features.operators import FirstX
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.sources.csv import CsvDataset
-from hetstream.mpi_dataworkers.sources.parquet import ParquetDataset
+from hetstream.mpi_dataworkers.sources.tables import CsvDataset, ParquetDataset
 
 pd = pytest.importorskip("pandas")
 ROWS, BATCH_SIZE = 1000, 64

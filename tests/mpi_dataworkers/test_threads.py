@@ -22,10 +22,9 @@ from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, use_one_thread
 from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
-from hetstream.mpi_dataworkers.sources.images import ImageFolder
-from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
+from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop
 from hetstream.mpi_dataworkers.threads import MAX_THREADS, ThreadTeam
-from hetstream.mpi_dataworkers.worker.watch import WorkPage
+from hetstream.mpi_dataworkers.worker.process import WorkPage
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats
 from hetstream.slurm_plugin.client.model import Job
-from hetstream.slurm_plugin.insight.wait_shares import wait_shares
+from hetstream.slurm_plugin.insight.utilisation import wait_shares
 
 SQUEUE = """#!/bin/sh
 echo "slurm_load_jobs error: Invalid job id specified" >&2

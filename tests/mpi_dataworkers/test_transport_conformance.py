@@ -25,11 +25,10 @@ from hetstream.mpi_dataworkers.transports import registry, sockets
 from hetstream.mpi_dataworkers.transports import shm as shm_module
 from hetstream.mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.transports.choice import TransportSender
-from hetstream.mpi_dataworkers.transports.compression import compress, decompress
 from hetstream.mpi_dataworkers.transports.registry import LoaderSide
 from hetstream.mpi_dataworkers.transports.registry import Transport as Registered
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender
-from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver, compress, decompress
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Scattered, fuse, size_of, split
 from hetstream.mpi_dataworkers.wire.messages import Batch, Batches, EndOfShard
 

@@ -25,8 +25,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.hook import environment, patch
-from hetstream.mpi_dataworkers.loader.step_indices import LookAhead
-from hetstream.mpi_dataworkers.loader.torch_loader import look_ahead_of
+from hetstream.mpi_dataworkers.loader.shards import LookAhead
+from hetstream.mpi_dataworkers.loader.unmodified import look_ahead_of
 from tests.conftest import WaitUntil
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
@@ -492,7 +492,7 @@ def test_a_class_that_the_program_changes_is_neither_missed_nor_changed_back(
 def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
     service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.availability.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.LOCAL_AFTER_S", 0.1)
     (tmp_path / "data").write_bytes(b"")
     lazy = programs.OpensLazily(tmp_path / "data", 8)
     told = programs.Told(8)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.loader.waiting_workers import forks
+from hetstream.mpi_dataworkers.loader.local_workers import forks
 
 PROGRAM = Path(__file__).parent / "programs" / "begun.py"
 
@@ -31,7 +31,7 @@ def test_what_a_program_changes_since_its_pass_began_is_not_seen_by_its_workers(
 WAITING = """
 import os, signal, sys, time
 import multiprocessing
-from hetstream.mpi_dataworkers.loader.waiting_workers import Start
+from hetstream.mpi_dataworkers.loader.local_workers import Start
 
 score = open("/proc/self/oom_score_adj").read()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetstream.mpi_dataworkers.order.window import MAX_STEPS, StepSize, Window
+from hetstream.mpi_dataworkers.order.reorder import MAX_STEPS, StepSize, Window
 
 MIB = 1 << 20
 

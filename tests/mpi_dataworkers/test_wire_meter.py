@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hetstream.mpi_dataworkers.loader.wire_meter import WireMeter
+from hetstream.mpi_dataworkers.loader.statistics import WireMeter
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
-from hetstream.mpi_dataworkers.partitioner.rates import is_other
-from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
+from hetstream.mpi_dataworkers.partitioner.partition import is_other, with_wire
 
 LOADER_OPTIONS: dict[str, Any] = {}
 

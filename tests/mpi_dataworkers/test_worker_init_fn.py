@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.mpi_dataworkers.ops.iterable import may_use_its_number
+from hetstream.mpi_dataworkers.ops.streams import may_use_its_number
 
 
 def seeds_without(worker_id: int) -> None:

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from hetstream.hetjob.sbatch_options import megabytes
-from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.hetjob.convert.sbatch_options import megabytes
+from hetstream.slurm_plugin.client.values import expand
 from hetstream.slurm_plugin.devcluster.boot import boot
 from hetstream.slurm_plugin.devcluster.render import version_tuple
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
@@ -43,7 +43,8 @@ HERE = Path(__file__).resolve().parent
 _SUBMISSION_LIMIT_S = 60.0
 _WORKERS, _WORKER_CPUS, _WORKER_MB = 2, 2, 4096
 _OURS = (f"--data-worker-cpus={_WORKER_CPUS}", f"--data-worker-partition={DATA_WORKER_PARTITION}")
-# Limits that hetjob/convert.py documents, by the names of their errors. A job array has none: it gets companions.
+# Limits that hetjob/convert/convert.py documents, by the names of their errors. A job array has none: it gets
+# companions.
 DOCUMENTED = ("AlreadyHeterogeneous", "NotAShellScript", "BurstBufferNotShared", "WrappedCommand")
 _ARRAY = "JobArrayNotSupported"
 

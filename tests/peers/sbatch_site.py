@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.values import expand
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 

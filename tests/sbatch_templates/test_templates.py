@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.directives import read_directives, read_spec
-from hetstream.hetjob.render import render
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.render import render
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = sorted((ROOT / "sbatch_templates").glob("*.sbatch"))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli.advise import report_of
+from hetstream.slurm_plugin.cli.cluster import advise_report
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.insight.advise import advise
 from hetstream.slurm_plugin.insight.proposals import Remembered
-from hetstream.slurm_plugin.model.past_job import Features, PastJob
+from hetstream.slurm_plugin.model.history import Features, PastJob
 
 NOW_S = 1_000_000.0
 CPU_NODE = Node("c0", frozenset({"IDLE"}), ("cpu",), 16, 0, 1000, 0)
@@ -119,13 +119,13 @@ def test_limits_that_were_not_looked_at_are_said_not_to_be(enforced: str, is_not
     found = advise(cluster(waiting, nodes=(node(4, 3),)), {})
     assert [one.basis for one in found] == ["free now"]
     snapshot = replace(cluster(waiting, nodes=(node(4, 3),)), config={"AccountingStorageEnforce": enforced})
-    assert any("were not looked at" in note for note in report_of(found, snapshot).notes) == is_noted
-    assert not any("were not looked at" in note for note in report_of((), snapshot).notes)
+    assert any("were not looked at" in note for note in advise_report(found, snapshot).notes) == is_noted
+    assert not any("were not looked at" in note for note in advise_report((), snapshot).notes)
 
 
 def test_what_past_jobs_propose_is_a_table_of_its_own() -> None:
     past = PastJob("8", NOW_S - 60, Features("train.sbatch", 2, "u"), 6, 4, 3, 9.0, 0.02)
-    shown = report_of((), cluster(nodes=()), Remembered((past,), "u"))
+    shown = advise_report((), cluster(nodes=()), Remembered((past,), "u"))
     advice, following = shown.sections
     assert advice.rows == []
     (row,) = following.rows
@@ -144,4 +144,4 @@ def test_what_past_jobs_propose_is_a_table_of_its_own() -> None:
     ],
 )
 def test_without_a_history_advise_says_so(history: Remembered, said: str) -> None:
-    assert any(said in note for note in report_of((), cluster(nodes=()), history).notes)
+    assert any(said in note for note in advise_report((), cluster(nodes=()), history).notes)

@@ -16,7 +16,7 @@ import pytest
 from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.insight.job_names import find_jobs
+from hetstream.slurm_plugin.insight.het_job import find_jobs
 from hetstream.slurm_plugin.packing.jobs import task_names
 
 INDICES = [number * number // 7 + number for number in range(1, 41)]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from running_daemon import RunningDaemon, WaitUntil
 
-from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import AskPolicy, ReportDemand, ShowPolicy
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.daemon.claimed_work import LATE_SIGMA, LEAST_SPEED, SLACK, Promise, Promises
 from hetstream.slurm_plugin.daemon.registry import Registry
+from hetstream.slurm_plugin.daemon.settings import LATE_SIGMA, LEAST_SPEED, SLACK, Promise, Promises
 from hetstream.slurm_plugin.daemon.store import STATE_FILE, Store
-from hetstream.slurm_plugin.policy.choices import policy_named
+from hetstream.slurm_plugin.policy.policies import policy_named
 from hetstream.slurm_plugin.policy.table import JobTable, Pool, job_table
 
 MINUTE, HOUR = 60.0, 3600.0

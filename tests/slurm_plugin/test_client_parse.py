@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client import parse_json, parse_text
-from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, Snapshot, total
 from hetstream.slurm_plugin.client.read import CommandReader, release_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, whole
+from hetstream.slurm_plugin.client.values import compress, expand, megabytes, moment, parse_gres, seconds, whole
 from hetstream.slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
-from hetstream.slurm_plugin.packing.tenants import takes_gpus
+from hetstream.slurm_plugin.packing.quota_file import takes_gpus
 
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")

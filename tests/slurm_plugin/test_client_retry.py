@@ -18,7 +18,7 @@ from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, sacct_rows, u
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
 from hetstream.slurm_plugin.client.read import SUBMISSION_FIELDS
-from hetstream.slurm_plugin.client.retry import DELAYS_S
+from hetstream.slurm_plugin.client.run import DELAYS_S
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 FIXTURES = Path(__file__).with_name("fixtures")

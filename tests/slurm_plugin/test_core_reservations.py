@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.client.counted import counted
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
-from hetstream.slurm_plugin.client.reservations import own_reservations, parse_reservations, with_reservations
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot, with_members
+from hetstream.slurm_plugin.client.parse_text import own_reservations, parse_reservations, with_reservations
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.users import with_members
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation
 

@@ -13,22 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.cli.frag import report_of as frag_report
-from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
+from hetstream.slurm_plugin.cli.cluster import frag_report as frag_report
+from hetstream.slurm_plugin.cli.cluster import jobs_report as jobs_report
 from hetstream.slurm_plugin.cli.util import report_of as util_report
 from hetstream.slurm_plugin.cli.why import report_of as why_report
 from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.accounting import Times, from_queue
 from hetstream.slurm_plugin.client.counted import counted
-from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_held_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.parse_text import node_states
+from hetstream.slurm_plugin.client.read import ended_on_whole_nodes, with_held_gpus
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.daemon.room import Size, room_of
+from hetstream.slurm_plugin.daemon.nodes import Size, pool_room_of
 from hetstream.slurm_plugin.devcluster.record import read_daemons
 from hetstream.slurm_plugin.insight.fragmentation import measure
-from hetstream.slurm_plugin.insight.monitor import Reading
-from hetstream.slurm_plugin.insight.observation import observe
+from hetstream.slurm_plugin.insight.observation import Reading, observe
 from hetstream.slurm_plugin.insight.utilisation import Window
 from hetstream.slurm_plugin.insight.why import Explainer
 from hetstream.slurm_plugin.render.metrics import ClusterCollector
@@ -216,7 +215,7 @@ def test_reserved_nodes_are_no_room_for_companions() -> None:
     free = Node("f", frozenset({"IDLE"}), ("cpu",), 16, 12, 64000, 0)
     theirs = replace(free, name="r", states=frozenset({"IDLE", "RESERVED"}), reservation="r1", cpus_allocated=0)
     snapshot = Snapshot(NOW_S, "26.05", "test", (), (free, theirs), ())
-    assert room_of(snapshot, ("cpu",), {}).num_workers(Size(4, 0)) == 1
+    assert pool_room_of(snapshot, ("cpu",), {}).num_workers(Size(4, 0)) == 1
 
 
 def test_nodes_of_others_are_no_room_for_companions() -> None:
@@ -225,8 +224,8 @@ def test_nodes_of_others_are_no_room_for_companions() -> None:
     nodes = (free, replace(free, owner="eve"), replace(free, owner="1001"), replace(free, mcs_label="red"))
     hers = Job(1, "j", "eve", ("cpu",), "RUNNING", "", 1, 4, 1, 4, 0, uid=1001, mcs_label="red")
     snapshot = Snapshot(NOW_S, "26.05", "test", (hers,), nodes, ())
-    assert room_of(snapshot, ("cpu",), {"1": "eve"}).num_workers(Size(4, 0)) == 4
-    assert room_of(snapshot, ("cpu",), {"2": "bob"}).num_workers(Size(4, 0)) == 1
+    assert pool_room_of(snapshot, ("cpu",), {"1": "eve"}).num_workers(Size(4, 0)) == 4
+    assert pool_room_of(snapshot, ("cpu",), {"2": "bob"}).num_workers(Size(4, 0)) == 1
 
 
 def test_json_of_a_job_has_the_state_that_squeue_shows() -> None:

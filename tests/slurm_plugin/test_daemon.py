@@ -23,7 +23,7 @@ from recorded import Recorded
 from running_daemon import AS_USER, RunningDaemon, WaitUntil
 
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import TcpAddress, UnixAddress
+from hetstream.hetjob.site.client import Munge, TcpAddress, UnixAddress
 from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
@@ -34,15 +34,14 @@ from hetstream.hetjob.site.messages import (
     encode_request,
     new_request,
 )
-from hetstream.hetjob.site.munge import Munge
-from hetstream.mpi_dataworkers.faults import POINTS
+from hetstream.mpi_dataworkers.process.faults import POINTS
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_daemons
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
-from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.observation import History
 
 NOBODY = 65534
 

@@ -11,17 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from hetstream.hetjob.site.measured import Measured, SpeedPoint
+from hetstream.hetjob.measured import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.daemon.jobs_table import Times
-from hetstream.slurm_plugin.daemon.pace import Pace
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
-from hetstream.slurm_plugin.daemon.registry import Registry
-from hetstream.slurm_plugin.daemon.room import Size, pool_partitions, room_of, usable_cpus
+from hetstream.slurm_plugin.daemon.nodes import Size, pool_partitions, pool_room_of, usable_cpus
+from hetstream.slurm_plugin.daemon.registry import Registry, Times
+from hetstream.slurm_plugin.daemon.settings import Pace, PolicySettings
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError
-from hetstream.slurm_plugin.policy.steadiness import MoveCost
+from hetstream.slurm_plugin.policy.rules import MoveCost
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, allocation
 
 ALICE, BOB = ("alice", "1000"), ("bob", "1001")
@@ -295,7 +293,7 @@ def test_memory_that_companions_hold_is_the_jobs_own_and_as_large_as_slurm_says(
     cluster = snapshot(job(1), held)
     nodes = (cluster.nodes[0], replace(cluster.nodes[1], cpus_allocated=4, memory_allocated_mb=40_000))
     cluster = replace(cluster, nodes=nodes, config=MEMORY)
-    room = room_of(cluster, ("cpu",), {"1": "alice"})
+    room = pool_room_of(cluster, ("cpu",), {"1": "alice"})
     assert [room.num_workers(Size(4, memory_mb)) for memory_mb in (0, 24_000, 40_000, 64_001)] == [8, 2, 1, 0]
     assert room.cpus({Size(4, 24_000)}) == 4 + 4
     assert room.cpus({Size(4, 25_000)}) == 4
@@ -415,14 +413,14 @@ def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:
     only_gpus = replace(cluster, partitions=cluster.partitions[:1])
     assert pool_partitions(only_gpus, None) == ("gpu",)
     owners = {"1": "alice", "12": "alice"}
-    assert room_of(cluster, ("cpu",), owners).cpus(()) == 12 + 8 + 4
-    assert room_of(cluster, ("cpu",), {}).cpus(()) == 12
-    assert room_of(cluster, ("cpu",), owners).cpus({Size(8)}) == 8 + 8 + 4
-    assert room_of(cluster, ("cpu",), owners).cpus({Size(16)}) == 8 + 4
+    assert pool_room_of(cluster, ("cpu",), owners).cpus(()) == 12 + 8 + 4
+    assert pool_room_of(cluster, ("cpu",), {}).cpus(()) == 12
+    assert pool_room_of(cluster, ("cpu",), owners).cpus({Size(8)}) == 8 + 8 + 4
+    assert pool_room_of(cluster, ("cpu",), owners).cpus({Size(16)}) == 8 + 4
     # The component's CPUs come back with its job; the companion's could be another's.
     on_c0 = replace(cluster, jobs=(replace(companion, nodes=("c0",)), component))
-    assert room_of(on_c0, ("cpu",), owners).num_workers(Size(10)) == 2
-    assert room_of(cluster, ("cpu",), owners).num_workers(Size(10)) == 1
+    assert pool_room_of(on_c0, ("cpu",), owners).num_workers(Size(10)) == 2
+    assert pool_room_of(cluster, ("cpu",), owners).num_workers(Size(10)) == 1
 
 
 @pytest.mark.parametrize(

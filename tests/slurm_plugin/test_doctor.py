@@ -13,12 +13,19 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli.doctor import _lua, _lua_files
+from hetstream.slurm_plugin.cli.install import _lua, _lua_files
 from hetstream.slurm_plugin.client import parse_text
-from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Node, Partition, Snapshot
-from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, LUA_VERSIONS, examine, lua_versions
-from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
+from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.install.doctor import (
+    LUA_PLUGINS,
+    LUA_VERSIONS,
+    Facts,
+    Finding,
+    Level,
+    examine,
+    lua_versions,
+)
 from hetstream.slurm_plugin.install.installation import LUA_DIR
 
 FIXTURES = Path(__file__).with_name("fixtures")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.install.doctor_gpus import HostGpus, host_gpus, parse_gpus, read_gpus
-from hetstream.slurm_plugin.install.findings import Level
+from hetstream.slurm_plugin.install.doctor import HostGpus, Level, host_gpus, parse_gpus, read_gpus
 
 USUAL = "GPU-1a2b, Disabled, Default\nGPU-3c4d, [N/A], Default\n"
 MIXED = "GPU-1a2b, Enabled, Default\nGPU-3c4d, Disabled, Exclusive_Process\nNo devices were found\n"

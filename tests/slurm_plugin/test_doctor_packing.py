@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli.doctor import _programs
+from hetstream.slurm_plugin.cli.install import _programs
 from hetstream.slurm_plugin.client.model import Gres, Node, Snapshot
-from hetstream.slurm_plugin.install.doctor_packing import packing, why_no_packing
-from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
-from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, SCRIPTS_VERSION, node_script
+from hetstream.slurm_plugin.install.doctor import Facts, Finding, Level, packing, why_no_packing
+from hetstream.slurm_plugin.install.units import SCRIPTS, SCRIPTS_VERSION, node_script
 
 GOOD = {
     "GresTypes": "gpu,opp", "JobSubmitPlugins": "lua",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from recorded import Recorded
 
-from hetstream.hetjob.ended_job import EndedJob, read_ended
-from hetstream.slurm_plugin.insight.past_jobs import ended_jobs
+from hetstream.hetjob.job.ended_job import EndedJob, read_ended
+from hetstream.slurm_plugin.insight.proposals import ended_jobs
 from tests.base.users import STRANGER, needs_root
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli.frag import report_of
+from hetstream.slurm_plugin.cli.cluster import frag_report
 from hetstream.slurm_plugin.client import parse_json, parse_text
-from hetstream.slurm_plugin.client.held import with_closed_partitions
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.parse_text import exclusive_of, parse_exclusive
-from hetstream.slurm_plugin.client.read import with_labels
+from hetstream.slurm_plugin.client.read import with_closed_partitions, with_labels
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.observation import observe
@@ -237,7 +236,7 @@ def test_frag_and_the_page_say_what_is_for_one_user_alone() -> None:
     nodes = (gpu_node("bobs", 1, "bob"), gpu_node("free", 4))
     hers = job(1, uid=1001, user="alice", gres_per_node=(Gres("gpu", "", 1),), submit_s=0.5)
     snapshot = Snapshot(1.0, "22.05", "t", (hers,), nodes, (Partition("gpu", ()),))
-    report = report_of(measure(nodes, snapshot.jobs), snapshot)
+    report = frag_report(measure(nodes, snapshot.jobs), snapshot)
     assert "3 free GPUs and 12 free CPUs of bobs are for jobs of one user or MCS label alone" in report.notes
     assert "whose" not in report.sections[1].rows[0]
     seen = observe(snapshot, {})

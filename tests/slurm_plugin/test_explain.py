@@ -9,13 +9,12 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
-from hetstream.mpi_dataworkers.partitioner.classify import Offload, classify
+from hetstream.mpi_dataworkers.partitioner.analysis import Findings, Offload, classify
 from hetstream.mpi_dataworkers.partitioner.cut import OperatorCost, Rates
-from hetstream.mpi_dataworkers.partitioner.findings import Findings
-from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind, Operator
+from hetstream.mpi_dataworkers.partitioner.program import ForwardGraph, Kind, Operator
 from hetstream.slurm_plugin.cli.explain import report_of
 from hetstream.slurm_plugin.render.forward_graph import draw
-from hetstream.slurm_plugin.render.report import as_table
+from hetstream.slurm_plugin.render.tables import as_table
 
 ROOT = Path(__file__).resolve().parents[2]
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))

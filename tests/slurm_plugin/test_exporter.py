@@ -24,11 +24,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 
 from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.cli.exporter import DASHBOARD
+from hetstream.slurm_plugin.cli.report import DASHBOARD
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.errors import HistoryError, ServeError
-from hetstream.slurm_plugin.insight.history import KEEP_S, History
-from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
+from hetstream.slurm_plugin.insight.observation import KEEP_S, History, Monitor, Reading
 from hetstream.slurm_plugin.render.metrics import ClusterCollector, MetricsServer
 
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}

@@ -25,7 +25,7 @@ from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, cho
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
-from hetstream.slurm_plugin.insight.shapes import alike_jobs, pending_shapes
+from hetstream.slurm_plugin.insight.node_table import alike_jobs, pending_shapes
 
 FIXTURES = Path(__file__).with_name("fixtures")
 

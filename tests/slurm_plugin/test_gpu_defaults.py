@@ -15,7 +15,7 @@ from hetstream.slurm_plugin.client import parse_json, pyslurm_backend
 from hetstream.slurm_plugin.client.gpu_defaults import GpuDefaults
 from hetstream.slurm_plugin.client.model import Gres, Job, Node
 from hetstream.slurm_plugin.client.parse_text import parse_config, parse_jobs, parse_partitions
-from hetstream.slurm_plugin.insight.shapes import Hardware, Shape, shape_of
+from hetstream.slurm_plugin.insight.node_table import Hardware, Shape, shape_of
 
 GPU_NODE = Node("g0", frozenset({"IDLE"}), ("dg",), 16, 0, 64000, 0, (Gres("gpu", "", 4),))
 PARTITION = "PartitionName={} Nodes=g0 State=UP JobDefaults={} {}"

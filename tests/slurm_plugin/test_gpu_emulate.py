@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from hetstream.slurm_plugin.cli import main
 from tests.hetjob.gpu.test_emulated_memory import HOLDER
 

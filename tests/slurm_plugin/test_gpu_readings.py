@@ -11,31 +11,29 @@ import pytest
 from running_daemon import RunningDaemon, WaitUntil, answer_to_stranger
 
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.gpus import (
+from hetstream.hetjob.site.messages import (
     AskGpus,
+    AskPolicy,
+    AskStatus,
     GpuNow,
-    JobNow,
     RefuseGpus,
+    ReportDemand,
     ReportGpus,
+    SharingJobNow,
     SharingNow,
     ShowGpus,
     TakeGpus,
-)
-from hetstream.hetjob.site.messages import (
-    AskPolicy,
-    AskStatus,
-    ReportDemand,
     decode_request,
     encode_request,
     new_request,
     version_of,
 )
-from hetstream.slurm_plugin.daemon.gpu_readings import GpuReadings
+from hetstream.slurm_plugin.daemon.server import GpuReadings
 
 COORDINATOR, ALICE, BOB = 990, 1000, 1001
 GPU = GpuNow(
     0, "GPU-1a2b", 0.25, 1 << 30, True, ("7",), sharing=(SharingNow("8", 3.0, "it goes on"),), capacity_bytes=2 << 30,
-    idle_share=0.75, jobs=(JobNow("7", BOB, True, 1 << 20, 0, 0.1, 0.1), JobNow("8", ALICE)),
+    idle_share=0.75, jobs=(SharingJobNow("7", BOB, True, 1 << 20, 0, 0.1, 0.1), SharingJobNow("8", ALICE)),
 )  # fmt: skip
 REPORT = ReportGpus("g1", (GPU,))
 

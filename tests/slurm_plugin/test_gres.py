@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client import parse_json, parse_text
-from hetstream.slurm_plugin.client.gres import known_gres, parse_gres
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, total
-from hetstream.slurm_plugin.insight.shapes import shape_of
-from hetstream.slurm_plugin.packing.nodes import _in_use
+from hetstream.slurm_plugin.client.values import known_gres, parse_gres
+from hetstream.slurm_plugin.insight.node_table import shape_of
+from hetstream.slurm_plugin.packing.observe import _in_use
 
 RELEASES = ("22.05", "24.11", "26.05")
 SUFFIXES = "KMGTP"

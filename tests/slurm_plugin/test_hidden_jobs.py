@@ -13,9 +13,8 @@ from recorded import Recorded, job
 
 from hetstream.slurm_plugin.cli.output import accounting_notes
 from hetstream.slurm_plugin.client.accounting import Usage
-from hetstream.slurm_plugin.client.held import in_question, with_held_gpus
-from hetstream.slurm_plugin.client.hidden import hidden_from_me
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.client.read import hidden_from_me, in_question, with_held_gpus
 from hetstream.slurm_plugin.insight.node_table import NodeTable
 from hetstream.slurm_plugin.insight.observation import observe
 from hetstream.slurm_plugin.insight.why import Explainer

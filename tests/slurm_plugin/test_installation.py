@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import ConfigError
-from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, setting
-from hetstream.hetjob.site.address import read_settings
+from hetstream.hetjob.job.job import JOBS_DIR, JOURNAL_DIR, setting
+from hetstream.hetjob.site.client import read_settings
 from hetstream.slurm_plugin.cli import VERBS, main
 from hetstream.slurm_plugin.cli.install import closed_notes
 from hetstream.slurm_plugin.install.installation import RECORD, read_record
@@ -344,6 +344,6 @@ def test_jobs_read_the_address_from_the_daemons_environment_file(machine: Machin
 
 
 def test_the_command_starts_without_the_data_plane() -> None:
-    code = "import sys; from hetstream.slurm_plugin.cli import filter, uninstall;"
+    code = "import sys; from hetstream.slurm_plugin.cli import filter, install;"
     code += "sys.exit(len({'torch', 'zmq'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.directives import from_command_line
-from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import OPTIONS
-from hetstream.slurm_plugin.cli.jobs import class_of, report_of
+from hetstream.hetjob.convert.directives import from_command_line
+from hetstream.hetjob.convert.sbatch_options import parse_words
+from hetstream.hetjob.convert.spec import OPTIONS
+from hetstream.slurm_plugin.cli.cluster import class_of, jobs_report
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
-from hetstream.slurm_plugin.conversion import convert_script
+from hetstream.slurm_plugin.submit.conversion import convert_script
 
 OPP = {"HETSTREAM_OPPORTUNISTIC_PARTITIONS": "opp late"}
 JOB = Job(7, "run", "ann", ("gpu",), "RUNNING", "", 1, 2, 1, 2, 100, start_s=0.0, nodes=("g0",))
@@ -73,7 +73,7 @@ def test_the_table_of_jobs_has_a_column_only_where_there_are_classes(monkeypatch
     monkeypatch.setenv("HETSTREAM_OPPORTUNISTIC_PARTITIONS", "opp")
 
     def table(*jobs: Job) -> list[str]:
-        report = report_of(list(jobs), Snapshot(0.0, "24.11", "test", jobs, (), ()), details=False)
+        report = jobs_report(list(jobs), Snapshot(0.0, "24.11", "test", jobs, (), ()), details=False)
         return [column.title for column in report.sections[0].columns]
 
     assert "CLASS" not in table(JOB)

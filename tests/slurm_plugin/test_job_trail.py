@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hetstream.hetjob.find_service import JobPlace, job_directory
-from hetstream.hetjob.summary import load_own_summary
-from hetstream.slurm_plugin.client.job_place import job_place, parse_place
+from hetstream.hetjob.job.ended_job import load_own_summary
+from hetstream.hetjob.job.find_service import JobPlace, job_directory
+from hetstream.slurm_plugin.client.accounting import job_place, parse_place
 from tests.base.users import STRANGER, needs_root, run_as
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))

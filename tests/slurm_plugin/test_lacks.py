@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
+from hetstream.hetjob.convert.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.advise import advise

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.client.read import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.why import Explainer

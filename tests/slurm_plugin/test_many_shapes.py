@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.cli.frag import MOST_SHAPES, report_of
-from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.cli.cluster import MOST_SHAPES, frag_report
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
+from hetstream.slurm_plugin.client.values import parse_gres
 from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.node_table import Shape, shape_of
 from hetstream.slurm_plugin.insight.observation import observe
-from hetstream.slurm_plugin.insight.shapes import Shape, shape_of
 from hetstream.slurm_plugin.insight.why import Explainer
-from hetstream.slurm_plugin.render.report import as_json, as_table
+from hetstream.slurm_plugin.render.tables import as_json, as_table
 
 NOW_S = 1_000_000.0
 
@@ -122,7 +122,7 @@ def large_cluster(num_nodes: int, num_jobs: int, num_shapes: int) -> Snapshot:
 def test_frag_shows_the_most_frequent_shapes_and_says_how_many_there_are() -> None:
     snapshot = large_cluster(20, 500, 100)
     found = measure(snapshot.nodes, snapshot.jobs, snapshot.partitions)
-    report = report_of(found, snapshot)
+    report = frag_report(found, snapshot)
     lines = as_table(report, color=False)
     num_shapes = len(found.shapes)
     assert num_shapes > 2 * MOST_SHAPES
@@ -131,7 +131,7 @@ def test_frag_shows_the_most_frequent_shapes_and_says_how_many_there_are() -> No
     assert len(json.loads(as_json(report))["shapes"]) == num_shapes
     few = large_cluster(20, 50, 10)
     assert " more, all of them" not in "\n".join(
-        as_table(report_of(measure(few.nodes, few.jobs, few.partitions), few), color=False)
+        as_table(frag_report(measure(few.nodes, few.jobs, few.partitions), few), color=False)
     )
 
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.cli.frag import report_of as frag_report
-from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
+from hetstream.slurm_plugin.cli.cluster import frag_report as frag_report
+from hetstream.slurm_plugin.cli.cluster import jobs_report as jobs_report
 from hetstream.slurm_plugin.cli.util import report_of as util_report
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, sacct_rows, usages_of, with_mig
 from hetstream.slurm_plugin.client.counted import counted
-from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.held import with_gpu_shares
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Partition, Snapshot, gpu_share
-from hetstream.slurm_plugin.daemon.room import pool_partitions
+from hetstream.slurm_plugin.client.read import with_gpu_shares
+from hetstream.slurm_plugin.client.values import parse_gres
+from hetstream.slurm_plugin.daemon.nodes import pool_partitions
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.utilisation import Window
 from hetstream.slurm_plugin.insight.why import Explainer

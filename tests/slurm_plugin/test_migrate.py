@@ -14,14 +14,14 @@ import pytest
 
 from hetstream.base.errors import UsageError
 from hetstream.checkpoint.disk.ownership import Event, JobIdentity, Owner
-from hetstream.hetjob.convert import convert
-from hetstream.hetjob.directives import read_directives, read_spec
+from hetstream.hetjob.convert.convert import convert
+from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.render import render, without_block
+from hetstream.hetjob.convert.sbatch_options import parse_words
 from hetstream.hetjob.ports import Cluster
-from hetstream.hetjob.render import render, without_block
-from hetstream.hetjob.sbatch_options import parse_words
 from hetstream.slurm_plugin.cli import main, migrate
 from hetstream.slurm_plugin.client.model import Job
-from hetstream.slurm_plugin.migration import Sight, arguments_of, export_option, stage, with_memory
+from hetstream.slurm_plugin.submit.migration import Sight, arguments_of, export_option, stage, with_memory
 
 OLD, NEW = JobIdentity("31", "gpu0", 5), JobIdentity("40", "gpu1", 6)
 

@@ -16,7 +16,7 @@ import pytest
 from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs
-from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, SCRIPTS_VERSION, node_script, script_version
+from hetstream.slurm_plugin.install.units import SCRIPTS, SCRIPTS_VERSION, node_script, script_version
 from tests.base.users import STRANGER, needs_root, run_as
 
 SETTINGS = """\

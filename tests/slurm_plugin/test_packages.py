@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin import program
+from hetstream.slurm_plugin.submit import program
 from tests.programs import needs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,10 +17,9 @@ import pytest
 from browser import Browser
 
 from hetstream.base.web import Document, WebServer
-from hetstream.slurm_plugin.cli.serve import documents
+from hetstream.slurm_plugin.cli.report import documents
 from hetstream.slurm_plugin.errors import ServeError
-from hetstream.slurm_plugin.insight.monitor import Reading
-from hetstream.slurm_plugin.insight.observation import Sample, class_of, observe
+from hetstream.slurm_plugin.insight.observation import Reading, Sample, class_of, observe
 from hetstream.slurm_plugin.render.charts import (
     Axis,
     Series,
@@ -31,8 +30,7 @@ from hetstream.slurm_plugin.render.charts import (
     stacked_bars,
     with_gaps,
 )
-from hetstream.slurm_plugin.render.page import MAX_LARGE_CELLS, binned, page
-from hetstream.slurm_plugin.render.web import serve_documents
+from hetstream.slurm_plugin.render.page import MAX_LARGE_CELLS, binned, page, serve_documents
 
 DESKTOP, PHONE = 1280, 390
 # Added by the test alone: the page itself has no script. A window is 500 wide at least, so the page is put in a frame.

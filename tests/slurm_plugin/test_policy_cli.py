@@ -18,7 +18,7 @@ from recorded import Recorded
 from running_daemon import RunningDaemon, answer_to_stranger
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import (
     AskPolicy,
     DecisionTaken,
@@ -31,12 +31,12 @@ from hetstream.hetjob.site.messages import (
 )
 from hetstream.slurm_plugin.cli import build_parser, main
 from hetstream.slurm_plugin.cli.policy import changed
-from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
+from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, STATE_FILE, Store, remembered_jobs, remembered_settings
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
-from hetstream.slurm_plugin.policy.choices import POLICIES
-from hetstream.slurm_plugin.render.remaining import remaining_words
+from hetstream.slurm_plugin.policy.policies import POLICIES
+from hetstream.slurm_plugin.render.tables import remaining_words
 
 WaitUntil = Callable[..., None]
 

@@ -18,7 +18,7 @@ from recorded import Recorded
 
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
 from hetstream.slurm_plugin.insight.shared_gpus import for_everybody
-from hetstream.slurm_plugin.render.gpu_metrics import GpuCollector, GpuReading
+from hetstream.slurm_plugin.render.metrics import GpuCollector, GpuReading
 
 COMMAND = [sys.executable, "-m", "hetstream.slurm_plugin.cli"]
 

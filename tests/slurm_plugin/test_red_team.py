@@ -37,9 +37,8 @@ from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.registry import Registry
-from hetstream.slurm_plugin.insight.monitor import Reading
-from hetstream.slurm_plugin.insight.observation import Observation, observe
-from hetstream.slurm_plugin.insight.past_jobs import ended_jobs
+from hetstream.slurm_plugin.insight.observation import Observation, Reading, observe
+from hetstream.slurm_plugin.insight.proposals import ended_jobs
 from hetstream.slurm_plugin.render.metrics import ClusterCollector
 from hetstream.slurm_plugin.render.page import page
 from tests.base.hostile import HARMLESS, HOSTILE, Said, as_read, check_shown, hostile, said_by, said_of_words

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.spec import OPTIONS
+from hetstream.hetjob.convert.spec import OPTIONS
 from hetstream.slurm_plugin.cli import main
 
 SCRIPT = """#!/bin/bash

@@ -15,7 +15,7 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snap
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, parse_jobs, parse_nodes
 from hetstream.slurm_plugin.insight.advise import advise
 from hetstream.slurm_plugin.insight.fragmentation import measure
-from hetstream.slurm_plugin.insight.shapes import Hardware, shape_of
+from hetstream.slurm_plugin.insight.node_table import Hardware, shape_of
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation
 
 CORES = {"SelectType": "select/cons_tres", "SelectTypeParameters": "CR_CORE_MEMORY"}

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
+from hetstream.slurm_plugin.cli.cluster import jobs_report as jobs_report
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.counted import held_by
-from hetstream.slurm_plugin.client.held import knows_held_cpus, spread_in_question, with_shared_cpus, with_shares
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import parse_partitions
+from hetstream.slurm_plugin.client.read import knows_held_cpus, spread_in_question, with_shared_cpus, with_shares
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight import utilisation
 from hetstream.slurm_plugin.insight.utilisation import Window, together

@@ -8,13 +8,13 @@ from dataclasses import replace
 import clusters
 import pytest
 
-from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow
-from hetstream.slurm_plugin.cli.report import report_of
+from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow
+from hetstream.slurm_plugin.cli.report import report_report
 from hetstream.slurm_plugin.insight.observation import Observation, observe
 from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus, idle_trainers, sharing_rows
+from hetstream.slurm_plugin.render.charts import MOST_LINES
 from hetstream.slurm_plugin.render.page import page
-from hetstream.slurm_plugin.render.report import as_json
-from hetstream.slurm_plugin.render.shared_gpus import MOST_LINES
+from hetstream.slurm_plugin.render.tables import as_json
 
 GIB = 1 << 30
 
@@ -69,7 +69,7 @@ def test_who_keeps_his_gpus_busy_and_who_holds_none_is_not_named() -> None:
 
 def test_page_tables_and_json_say_the_same_and_why_nothing_is_known() -> None:
     seen = seen_with(clusters.shared_gpus())
-    document = json.loads(as_json(report_of(seen, ())))
+    document = json.loads(as_json(report_report(seen, ())))
     assert [(row["node"], row["job"]) for row in document["shared_gpus"]][:3] == [
         ("gpu2", "2"), ("gpu2", "8"), ("gpu2", "9"),
     ]  # fmt: skip
@@ -80,10 +80,10 @@ def test_page_tables_and_json_say_the_same_and_why_nothing_is_known() -> None:
     assert "<h2>Trainers that leave their GPUs idle</h2>" in text
     without = seen_with(None)
     assert "Shared GPUs" not in page(without, [])
-    assert "shared_gpus" not in json.loads(as_json(report_of(without, ())))
+    assert "shared_gpus" not in json.loads(as_json(report_report(without, ())))
     silent = seen_with(SharedGpus(missing="unix:/x does not <answer>"))
     assert "They are not known: unix:/x does not &lt;answer&gt;" in page(silent, [])
-    assert report_of(silent, ()).notes == ["shared GPUs are not known: unix:/x does not <answer>"]
+    assert report_report(silent, ()).notes == ["shared GPUs are not known: unix:/x does not <answer>"]
     assert "No node tells of shared GPUs." in page(seen_with(SharedGpus()), [])
 
 

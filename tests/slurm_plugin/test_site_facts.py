@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
-from hetstream.slurm_plugin.cli.frag import report_of
+from hetstream.slurm_plugin.cli.cluster import frag_report
 from hetstream.slurm_plugin.cli.why import report_of as why_report
 from hetstream.slurm_plugin.client.accounting import from_queue
 from hetstream.slurm_plugin.client.fake import FakeSlurm
-from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, parse_held, with_held_gpus, with_told_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot, gpu_share
 from hetstream.slurm_plugin.client.parse_text import (
     JOB_FIELDS,
@@ -26,15 +25,17 @@ from hetstream.slurm_plugin.client.parse_text import (
     parse_jobs,
     parse_nodes,
     parse_partitions,
+    parse_reservations,
+    with_reservations,
 )
-from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
+from hetstream.slurm_plugin.client.read import ended_on_whole_nodes, parse_held, with_held_gpus, with_told_gpus
 from hetstream.slurm_plugin.client.values import moment
-from hetstream.slurm_plugin.conversion import convert_script
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 from hetstream.slurm_plugin.insight.fragmentation import measure
-from hetstream.slurm_plugin.insight.reasons import told_by_slurm
-from hetstream.slurm_plugin.insight.shapes import shape_of
+from hetstream.slurm_plugin.insight.lacking import told_by_slurm
+from hetstream.slurm_plugin.insight.node_table import shape_of
 from hetstream.slurm_plugin.insight.why import Explainer
+from hetstream.slurm_plugin.submit.conversion import convert_script
 
 FIXTURES = Path(__file__).with_name("fixtures")
 RELEASES = ("22.05", "24.11", "26.05")
@@ -148,7 +149,7 @@ def test_types_and_parts_of_gpus_are_counted_apart() -> None:
     assert [(kind.type, kind.is_mig, kind.num, kind.num_free) for kind in found.gpu_types] == [
         ("a100", False, 2, 1), ("a100_1g.5gb", True, 7, 3),
     ]  # fmt: skip
-    report = report_of(found, Snapshot(0.0, "24.11", "test", (), (one,), ()))
+    report = frag_report(found, Snapshot(0.0, "24.11", "test", (), (one,), ()))
     kinds = next(section for section in report.sections if section.name == "gpu_types")
     assert [(line["type"], line["num_free"], line["num"]) for line in kinds.rows] == [
         ("a100", 1, 2), ("a100_1g.5gb", 3, 7),

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from hetstream.hetjob.convert.sbatch_options import LETTERS, TAKES_VALUE
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.sbatch_options import LETTERS, TAKES_VALUE
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, run_sbatch
 
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.hetjob.site.measured import Measured, SpeedPoint
-from hetstream.slurm_plugin.daemon.speed_curve import MAX_CPUS_PER_GPU, POINTS, assumed_curve, curve_of
-from hetstream.slurm_plugin.policy.check import check_table
-from hetstream.slurm_plugin.policy.table import job_table
+from hetstream.hetjob.measured import Measured, SpeedPoint
+from hetstream.slurm_plugin.daemon.registry import MAX_CPUS_PER_GPU, POINTS, assumed_curve, curve_of
+from hetstream.slurm_plugin.policy.table import check_table, job_table
 
 
 def measured(*points: tuple[int, int, float], ideal: float = 10.0) -> Measured:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.base.private import temporary_place
+from hetstream.base.files import temporary_place
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hetstream.hetjob.site.measured import MOST, Measured, SpeedPoint
+from hetstream.hetjob.measured import MOST, Measured, SpeedPoint
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Snapshot
-from hetstream.slurm_plugin.daemon.traffic import bytes_per_worker_s, sent_bytes_per_s, traffic
+from hetstream.slurm_plugin.daemon.nodes import bytes_per_worker_s, sent_bytes_per_s, traffic
 
 TRAINER = Job(
     1, "train", "alice", ("gpu",), "RUNNING", "None", 2, 4, 2, 2, 1000, gres_per_node=(Gres("gpu", "", 1),),

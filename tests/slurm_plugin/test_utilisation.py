@@ -22,8 +22,7 @@ from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import moment
 from hetstream.slurm_plugin.errors import UnreadableAnswer
-from hetstream.slurm_plugin.insight.utilisation import Window, capacity, together, utilisation
-from hetstream.slurm_plugin.insight.wait_shares import wait_shares
+from hetstream.slurm_plugin.insight.utilisation import Window, capacity, together, utilisation, wait_shares
 
 HOUR = 3600.0
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.insight.monitor import Monitor
-from hetstream.slurm_plugin.insight.wait_shares import SharesAside
+from hetstream.slurm_plugin.insight.observation import Monitor
+from hetstream.slurm_plugin.insight.utilisation import SharesAside
 
 WaitUntil = Callable[..., None]
 

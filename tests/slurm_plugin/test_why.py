@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli import jobs
+from hetstream.slurm_plugin.cli import cluster
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Reservation, Snapshot
-from hetstream.slurm_plugin.client.partitions import with_open_partitions
+from hetstream.slurm_plugin.client.parse_text import with_open_partitions
 from hetstream.slurm_plugin.client.read import with_times_to_come, with_turns
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.insight.job_names import find_jobs
+from hetstream.slurm_plugin.insight.het_job import find_jobs
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation
-from hetstream.slurm_plugin.render.report import as_table
+from hetstream.slurm_plugin.render.tables import as_table
 
 NOW_S = 1_000_000.0
 
@@ -64,7 +64,7 @@ def test_what_could_give_room_and_is_not_looked_at_is_said() -> None:
     def notes(config: Mapping[str, str], partition: Partition, *nodes: Node) -> str:
         seen = Snapshot(NOW_S, "22.05.8", "test", (both,), nodes, (partition, Partition("cpu", ())), config)
         said = report_of("7", [both], seen).notes
-        assert jobs.report_of([both], seen, details=False).notes == said, "jobs says what why says"
+        assert cluster.jobs_report([both], seen, details=False).notes == said, "jobs says what why says"
         return "; ".join(said)
 
     preempt = {"PreemptType": "preempt/partition_prio"}
@@ -75,7 +75,7 @@ def test_what_could_give_room_and_is_not_looked_at_is_said() -> None:
     assert notes(preempt, by_wish, free, node("g2", 16, 4)) == ""
     ends = replace(both, state="RUNNING", nodes=("g0",))
     seen = Snapshot(NOW_S, "22.05.8", "test", (ends,), (full,), (by_wish,), preempt)
-    assert jobs.report_of([ends], seen, details=False).notes == []
+    assert cluster.jobs_report([ends], seen, details=False).notes == []
 
 
 def test_one_resource_is_lacking() -> None:
@@ -397,7 +397,7 @@ def test_many_partitions_of_a_job_take_the_room_of_a_few() -> None:
     names = tuple(f"partition{number}" for number in range(255))
     mine = pending(partitions=names)
     seen = Snapshot(NOW_S, "24.11", "t", (mine,), (), tuple(Partition(name, ()) for name in names))
-    report = jobs.report_of([mine], seen, details=False)
+    report = cluster.jobs_report([mine], seen, details=False)
     assert report.sections[0].rows[0]["partitions"] == list(names), "JSON has all"
     shown = as_table(report, color=False)
     assert max(len(line) for line in shown) < 200

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
+from hetstream.slurm_plugin.cli.cluster import jobs_report as jobs_report
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.why import Explainer
-from hetstream.slurm_plugin.render.report import as_json, as_table
+from hetstream.slurm_plugin.render.tables import as_json, as_table
 
 NOW_S = 1e6
 

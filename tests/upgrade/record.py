@@ -20,14 +20,13 @@ import torch
 
 from hetstream import DataLoader, FlashCheckpointer, mix
 from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, encode_answer, encode_request
-from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.dispatcher.server import Journal
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, write_address_file
 from hetstream.mpi_dataworkers.wire.codec import encode
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvidePipeline, RegisterLoader
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.store import Store
-from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.observation import Sample
+from hetstream.slurm_plugin.insight.observation import History, Sample
 from hetstream.slurm_plugin.install.installation import install
 
 RECORDED = Path(__file__).with_name("recorded")

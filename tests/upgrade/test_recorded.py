@@ -23,7 +23,7 @@ from hetstream.checkpoint.errors import OtherRelease
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.messages import VERSION as SITE_VERSION
 from hetstream.hetjob.site.messages import decode_answer, decode_request
-from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.dispatcher.server import Journal
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, StateError
 from hetstream.mpi_dataworkers.wire import codec
 from hetstream.mpi_dataworkers.wire.address import read_address_file
@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.wire.messages import PROTOCOL_VERSION
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError, DamagedRecord, HistoryError
-from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.observation import History
 from hetstream.slurm_plugin.install.installation import read_record
 from tests.upgrade.record import (
     KEYS,

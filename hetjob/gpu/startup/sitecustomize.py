@@ -32,7 +32,7 @@ class _NoTorch:
 
 
 def _is_of_another_job() -> bool:
-    """As `hetstream.base.own_job` says, which is not there: an opportunistic job has no components."""
+    """As `hetstream.base.process` says, which is not there: an opportunistic job has no components."""
     job, mark = os.environ.get("SLURM_JOB_ID"), os.environ.get("HETSTREAM_GPU_OF_JOB")
     return bool(job) and mark is not None and mark.partition(" ")[0] != job
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hetstream.checkpoint import faults
+from hetstream.checkpoint import errors
 from tests.checkpoint.pairs import trainer
 from tests.checkpoint.pairs.trainer import Job
 from tests.checkpoint.processes import be_and_end
@@ -104,7 +104,7 @@ def _fork(be: Callable[[], None], said: Path, environment: Mapping[str, str]) ->
         for number in (1, 2):
             os.dup2(descriptor, number)
         os.environ |= environment
-        faults.FAULTS.clear()
+        errors.FAULTS.clear()
         be()
 
     be_and_end(begin)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.tensors import copying
+from hetstream.checkpoint.tensors import copy_plan
 from tests.checkpoint.pairs import writer
 from tests.checkpoint.parts import delete_in_use
 
@@ -197,12 +197,12 @@ def _break_copies() -> Callable[[], bool]:
     def memmove(*move: Any) -> None:
         calls.append(move)
         if len(calls) == 2:
-            copying.ctypes = whole  # type: ignore[attr-defined]
+            copy_plan.ctypes = whole  # type: ignore[attr-defined]
             raise KeyboardInterrupt
         whole.memmove(*move)
 
-    whole = copying.ctypes  # type: ignore[attr-defined]
-    copying.ctypes = SimpleNamespace(memmove=memmove)  # type: ignore[attr-defined]
+    whole = copy_plan.ctypes  # type: ignore[attr-defined]
+    copy_plan.ctypes = SimpleNamespace(memmove=memmove)  # type: ignore[attr-defined]
     return lambda: len(calls) == 2
 
 
@@ -238,7 +238,7 @@ class Witness:
         self._deadline_s = time.monotonic() + _PATIENCE_S
         self.source = ""
         self._sources = _Sources()
-        logger = logging.getLogger("hetstream.checkpoint.flash.restore.destinations")
+        logger = logging.getLogger("hetstream.checkpoint.flash.destinations")
         logger.addHandler(self._sources)
         logger.setLevel(logging.INFO)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint
+from hetstream.checkpoint.flash.destinations import LoadedCheckpoint
 from hetstream.checkpoint.integrations.huggingface import FlashCheckpointCallback
 from tests.checkpoint.pairs.trainer import Job, Witness, batches, digest, environment_of, layers_of, meet_at
 

@@ -23,7 +23,7 @@ import torch
 import hetstream.checkpoint.convert.analysis
 import hetstream.checkpoint.convert.weights  # noqa: F401, once for all: each command's process would import it anew
 from hetstream.checkpoint.config import JOB_WRITER
-from hetstream.checkpoint.convert.source import KINDS
+from hetstream.checkpoint.convert.dcp import KINDS
 from hetstream.checkpoint.errors import CheckpointError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 from hetstream.checkpoint.flash.options import CheckpointOptions

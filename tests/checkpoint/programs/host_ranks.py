@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.disk import rank_file
-from hetstream.checkpoint.flash.restore import candidates
-from hetstream.checkpoint.record.checksum import Checksum
+from hetstream.checkpoint.flash import candidates
+from hetstream.checkpoint.record.layout import Checksum
 from tests.checkpoint.processes import be_and_end
 from tests.checkpoint.programs.flash_trainer import digest
 

@@ -26,12 +26,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hetstream.checkpoint.convert.dcp import FlashStorageReader
-from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.convert.weights import write_state
 from hetstream.checkpoint.disk.commit import commit
-from hetstream.checkpoint.disk.manifest import PartSpec
+from hetstream.checkpoint.disk.rank_file import PartSpec
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 from hetstream.checkpoint.flash.reader import CheckpointReader
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 
 def in_ranks(num_ranks: int, function: Callable[..., None], *args: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from hetstream.checkpoint.memory.segment import Segment, join_metadata, split_metadata
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity
-from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Generation
 
 DIGEST = "ab" * 16
 

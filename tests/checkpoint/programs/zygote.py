@@ -17,7 +17,7 @@ from functools import partial
 
 import torch._dynamo  # noqa: F401, what a trainer would import at its first optimizer, half a second each
 
-from hetstream.checkpoint import faults
+from hetstream.checkpoint import errors
 from tests.checkpoint.processes import be_and_end
 from tests.checkpoint.programs import flash_trainer
 
@@ -25,7 +25,7 @@ from tests.checkpoint.programs import flash_trainer
 def run(argv: list[str], environ: dict[str, str]) -> None:
     """In the child: be the trainer."""
     os.environ.update(environ)
-    faults.FAULTS.request(environ.get("HETSTREAM_CKPT_FAULT", ""))
+    errors.FAULTS.request(environ.get("HETSTREAM_CKPT_FAULT", ""))
     after_s = environ.get("HETSTREAM_TEST_KILL_AFTER_S")
     if after_s:
         threading.Timer(float(after_s), os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from hetstream.hetjob.gpu.agent import Agent
-from hetstream.hetjob.gpu.devices.base import MemoryUse
+from hetstream.hetjob.gpu.device import MemoryUse
 from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
 
 MS = 1_000_000

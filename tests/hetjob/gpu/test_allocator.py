@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.allocator_trace import exported, read_trace, replay
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.gpu.devices.allocator import PYTORCH, Allocator, AllocatorRules, Block, Place
-from hetstream.hetjob.gpu.devices.allocator_trace import exported, read_trace, replay
+from hetstream.hetjob.gpu.emulation import PYTORCH, Allocator, AllocatorRules, Block, Place
 
 KIB, MIB = 2**10, 2**20
 # What a machine with a GPU has recorded: `python -m benchmarks.gpu_sharing --systems allocator` makes such a file.

@@ -11,7 +11,7 @@ import pytest
 from hetstream.hetjob.errors import GpuCoordinatorError
 from hetstream.hetjob.gpu.agent import Agent
 from hetstream.hetjob.gpu.antman import FileChannel, order_of, status_of
-from hetstream.hetjob.gpu.devices.base import MemoryUse
+from hetstream.hetjob.gpu.device import MemoryUse
 from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Statistics, Verdict
 
 BUS = "3b:00.0"

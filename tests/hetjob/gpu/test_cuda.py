@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from hetstream.hetjob.gpu import environment
-from hetstream.hetjob.gpu.devices.base import MemoryUse
-from hetstream.hetjob.gpu.devices.cuda import CudaGpu
-from hetstream.hetjob.gpu.devices.host_pool import HostPool
+from hetstream.hetjob.gpu.cuda import CudaGpu, HostPool
+from hetstream.hetjob.gpu.device import MemoryUse
 from hetstream.hetjob.gpu.orders import NO_LIMIT
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from tests.base.users import STRANGER, needs_root
 
 HOLDER = """
 import sys
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 print(EmulatedGpuFile(sys.argv[1]).take(70), flush=True)
 sys.stdin.read()
 """
@@ -110,7 +110,7 @@ def test_nobody_says_what_another_process_holds_or_holds_up_who_looks(
 
 @needs_root
 def test_a_lock_that_is_not_given_back_is_an_error(path: Path, accuser: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.hetjob.gpu.devices.emulated_file._WAIT_S", 0.05)
+    monkeypatch.setattr("hetstream.hetjob.gpu.emulated_file._WAIT_S", 0.05)
     with closing(EmulatedGpuFile(path)) as gpu, pytest.raises(OSError, match=f"process {accuser} does not give"):
         gpu.take(1)
 

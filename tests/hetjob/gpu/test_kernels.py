@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 
 # What runs between an optimizer's step and the next forward would end the idle gap that begins there.
 PROGRAM = """
 import sys
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from hetstream.hetjob.gpu.devices.emulation import EmulatedGpu, Kernels
+from hetstream.hetjob.gpu.emulation import EmulatedGpu, Kernels
 launches, at_boundary = [0], []
 register_optimizer_step_post_hook(lambda *_: at_boundary.append(launches[0]))
 def before(): launches[0] += 1

@@ -10,9 +10,18 @@ from contextlib import closing
 
 import pytest
 
-from hetstream.hetjob.gpu import pages
-from hetstream.hetjob.gpu.orders import Order, Statistics, Verdict, Work
-from hetstream.hetjob.gpu.pages import SIZE_BYTES, Page, make_orders, make_statistics, make_work
+from hetstream.hetjob.gpu import orders as pages
+from hetstream.hetjob.gpu.orders import (
+    SIZE_BYTES,
+    Order,
+    Page,
+    Statistics,
+    Verdict,
+    Work,
+    make_orders,
+    make_statistics,
+    make_work,
+)
 
 
 @pytest.fixture

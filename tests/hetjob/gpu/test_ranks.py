@@ -8,7 +8,7 @@ import pytest
 
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.config import settings_from_environment
-from hetstream.hetjob.gpu.ranks import LocalRank, gpu_of, local_rank
+from hetstream.hetjob.gpu.orders import LocalRank, gpu_of, local_rank
 
 GPUS = ("GPU-1a2b", "GPU-1a3c", "GPU-77")
 NUMBERS = ("1", "3", "4")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hetstream.hetjob.gpu.agent import LOOK_AGAIN_NS, Throttle
 from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Verdict
-from hetstream.hetjob.gpu.throttle import LOOK_AGAIN_NS, Throttle
 
 MS = 1_000_000
 NOW = 1000 * MS

@@ -43,20 +43,19 @@ elif verb == "worker":
         sys.exit("no service")
     until_terminated()
 elif verb == "ckpt":
-    from hetstream.hetjob.job_environment import JobEnvironment
-    from hetstream.hetjob.writers import ready_file
+    from hetstream.hetjob.job.job import JobEnvironment, ready_file
 
     ready = ready_file(JobEnvironment.read(os.environ))
     ready.touch()
     until_terminated()
     ready.unlink()
 elif sys.argv[2] == "keep":
-    from hetstream.hetjob.master.keeper import keep
+    from hetstream.hetjob.master.server import keep
 
     logging.basicConfig(level=logging.INFO)
     sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve", sys.argv[3]]))
 else:
-    from hetstream.hetjob.job_environment import JobEnvironment
+    from hetstream.hetjob.job.job import JobEnvironment
     from hetstream.hetjob.master.server import MasterConfig, serve
     from hetstream.slurm_plugin.client.fake import FakeSlurm
 

@@ -13,10 +13,19 @@ import torch
 from offline_compile import compile_offline
 
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Probe, Resource, Rules, capacities, round_s
+from hetstream.mpi_dataworkers.gpu_features.capacity import (
+    GpuProbing,
+    HostClock,
+    LayerHooks,
+    LayerTime,
+    LayerTimes,
+    Probe,
+    Resource,
+    Rules,
+    capacities,
+    round_s,
+)
 from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
-from hetstream.mpi_dataworkers.gpu_features.layer_hooks import HostClock, LayerHooks, LayerTimes
-from hetstream.mpi_dataworkers.gpu_features.probing import GpuProbing
 from hetstream.mpi_dataworkers.gpu_features.schedule import Problem
 
 EMBEDDING = FakeLayer("embedding.forward", 9e-4, memory=0.85, arithmetic=0.05)

@@ -16,10 +16,10 @@ from benchmarks.rap_cases import batch_of
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.batch_stages import PackedByDataWorkers
-from hetstream.mpi_dataworkers.gpu_features.buckets import LEAST_SEEN, MOST_SIZES, Act, decide_step, padded
+from hetstream.mpi_dataworkers.gpu_features.arena import LEAST_SEEN, MOST_SIZES, Act, decide_step, padded
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
+from hetstream.mpi_dataworkers.gpu_features.fused import PackedByDataWorkers
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan
 from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.streams import Stream

@@ -17,19 +17,14 @@ from benchmarks.rap_cases import batch_of
 from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
+from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.arena import raw_of
-from hetstream.mpi_dataworkers.gpu_features.batch_stages import ComputedByDataWorkers, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.arena import program_of, raw_of
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
-from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
-from hetstream.mpi_dataworkers.gpu_features.cut_costs import CutCosts
-from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
-from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
-from hetstream.mpi_dataworkers.gpu_features.interleaving import (
+from hetstream.mpi_dataworkers.gpu_features.corun import (
     AHEAD,
+    CoRun,
     HandOver,
     Interleaving,
     Prepare,
@@ -40,8 +35,10 @@ from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     layer_begins,
     next_action,
 )
+from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
+from hetstream.mpi_dataworkers.gpu_features.fused import ComputedByDataWorkers, FusedTransform, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.hybrid import CutCosts
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, all_at_once, plan_launches
-from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 from hetstream.mpi_dataworkers.gpu_features.operations import H200, Batches
 from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer

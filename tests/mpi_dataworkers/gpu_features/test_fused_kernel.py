@@ -26,14 +26,12 @@ from benchmarks.rap_cases import batch_of
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features import reference
-from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable, Reader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.reading import Reader
+from hetstream.mpi_dataworkers.features.operators import FeatureType
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.features.types import FeatureType
-from hetstream.mpi_dataworkers.gpu_features.arena import Packer
+from hetstream.mpi_dataworkers.gpu_features.arena import Packer, program_of
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
-from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 
 NAN, INF, LARGE = math.nan, math.inf, 2**63 - 1

@@ -14,17 +14,16 @@ import torch
 from interpreted import interpreted_launch, same
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.features.collate import collate_rows
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.batches import collate_rows
+from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.mpi_dataworkers.features.operators import BoxCox, Clamp, FillNull, SigridHash
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features import captured, corun, fused, probing
+from hetstream.mpi_dataworkers.gpu_features import capacity, captured, corun, fused
+from hetstream.mpi_dataworkers.gpu_features.capacity import GpuProbing, LayerHooks
 from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
-from hetstream.mpi_dataworkers.gpu_features.layer_hooks import LayerHooks
-from hetstream.mpi_dataworkers.gpu_features.probing import GpuProbing
-from hetstream.mpi_dataworkers.sources.csv import CsvDataset
+from hetstream.mpi_dataworkers.sources.tables import CsvDataset
 
 GUIDE = Path(__file__).parents[3] / "docs" / "gpu-features.md"
 ROWS = 24
@@ -80,7 +79,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for module, name in ((corun, "CoRun"), (captured, "CapturedCoRun")):
         beside = {"streams": FakeStreams(), "kernel": (16, interpreted_launch)}
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), **beside))
-    monkeypatch.setattr(probing, "GpuProbing", ProbingOfALaw)
+    monkeypatch.setattr(capacity, "GpuProbing", ProbingOfALaw)
     rows = "".join(f"{row % 2},{'' if row % 3 else row},{row},{row:08x}\n" for row in range(ROWS))
     (tmp_path / "clicks.csv").write_text("label,age,price,page\n" + rows)
     kinds = {"label": "float32", "age": "float32?", "price": "float32", "page": "hex?"}

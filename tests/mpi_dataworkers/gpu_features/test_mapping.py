@@ -16,8 +16,7 @@ from benchmarks.rap_cases import layers
 from benchmarks.rap_map import model_of
 from benchmarks.rap_map_bound import least_exposed_s as least_of_any
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import fuse, gather
-from hetstream.mpi_dataworkers.gpu_features.mapping import (
+from hetstream.mpi_dataworkers.gpu_features.launches import (
     Cluster,
     Mapping,
     Model,
@@ -28,6 +27,7 @@ from hetstream.mpi_dataworkers.gpu_features.mapping import (
     estimate_s,
 )
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, filled_s, least_exposed_s
+from hetstream.mpi_dataworkers.gpu_features.search import fuse, gather
 
 US = 1e-6
 ROOM = (Layer("all", 100 * US, 10 * US, 10 * US),)

@@ -13,7 +13,7 @@ from benchmarks.rap_cases import batch_of
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
-from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
+from hetstream.mpi_dataworkers.features.graph import from_json, to_json
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, FillNull, Ngram
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, Device, length_after, operations_of

@@ -11,19 +11,24 @@ from random_features import as_bytes, random_batch, random_graph
 
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
+from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features import recut
-from hetstream.mpi_dataworkers.gpu_features.cut_costs import CutCosts, carried_over, trainers
-from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
-from hetstream.mpi_dataworkers.gpu_features.layer_hooks import HostClock
+from hetstream.mpi_dataworkers.gpu_features import hybrid
+from hetstream.mpi_dataworkers.gpu_features.capacity import HostClock
+from hetstream.mpi_dataworkers.gpu_features.hybrid import (
+    CutCosts,
+    HybridFeatures,
+    Recut,
+    Recutter,
+    Seen,
+    carried_over,
+    trainers,
+)
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, Batches
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
-from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter, Seen
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
-from hetstream.mpi_dataworkers.loader.feature_recuts import PartTimes
+from hetstream.mpi_dataworkers.loader.features import PartTimes
 
 PLAN = make_plan(PLANS[0])
 COUNT = len(PLAN.steps)
@@ -122,7 +127,7 @@ def test_when_all_data_workers_are_gone_the_gpu_has_the_graph_and_when_they_come
     assert len(world.run(2)) == 1
     assert kept(world.recutter) == COUNT
     exposed = world.look()
-    assert exposed.share > recut.LEAST_GAIN / 10, "what data workers could take is told"
+    assert exposed.share > hybrid.LEAST_GAIN / 10, "what data workers could take is told"
     world.num_data_workers, world.step_s = 6, 0.002
     world.run()
     assert kept(world.recutter) < COUNT
@@ -157,7 +162,7 @@ def test_a_change_that_makes_steps_longer_is_taken_back_and_tried_ever_later() -
     assert kept(world.recutter) == 0
     assert "as before, a step took" in back.reason
     world.step_s /= 5
-    looks = [world.look() for _ in range(int(recut.RETRY_S / EVERY_S) - 1)]
+    looks = [world.look() for _ in range(int(hybrid.RETRY_S / EVERY_S) - 1)]
     assert all(look.cut is None for look in looks)
     assert any("did not pay, the next try is in" in look.reason for look in looks)
     assert world.run(10)

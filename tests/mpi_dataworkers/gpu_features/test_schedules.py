@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from benchmarks.rap_cases import layers, problem_of, random_plan
 from benchmarks.rap_highs import solve
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse, gather
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
-from hetstream.mpi_dataworkers.gpu_features.placement import Placement, trees_of
 from hetstream.mpi_dataworkers.gpu_features.plans import make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import (
     Kernel,
     Layer,
     Operation,
+    Placement,
     Problem,
     cost_of,
     least_exposed_s,
     problems_of,
+    trees_of,
 )
-from hetstream.mpi_dataworkers.gpu_features.search import search
+from hetstream.mpi_dataworkers.gpu_features.search import algorithm_1, fuse, gather, search
 
 US = 1e-6
 

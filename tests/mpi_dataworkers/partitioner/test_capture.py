@@ -14,7 +14,7 @@ from torch._dynamo import eval_frame
 from torch.nn.modules import module as torch_module
 from torch.utils.data import default_collate
 
-from hetstream.mpi_dataworkers.loader.embedding_lookups import EmbeddingTimer
+from hetstream.mpi_dataworkers.loader.step_times import EmbeddingTimer
 from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8}

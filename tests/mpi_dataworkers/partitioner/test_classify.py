@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.mpi_dataworkers.partitioner.classify import Offload, classify
-from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind, Operator
+from hetstream.mpi_dataworkers.partitioner.analysis import Offload, classify
+from hetstream.mpi_dataworkers.partitioner.program import ForwardGraph, Kind, Operator
 
 LEAF = Operator("x", "argument 0", kind=Kind.LEAF)
 WEIGHT = Operator("w", "weight", kind=Kind.PARAMETER)

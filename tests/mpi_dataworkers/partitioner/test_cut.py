@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from hetstream.mpi_dataworkers.partitioner.cut import Cutter, OperatorCost, Rates
-from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind, Operator
-from hetstream.mpi_dataworkers.partitioner.min_cut import FlowNetwork
+from hetstream.mpi_dataworkers.partitioner.cut import Cutter, FlowNetwork, OperatorCost, Rates
+from hetstream.mpi_dataworkers.partitioner.program import ForwardGraph, Kind, Operator
 
 RATES = Rates(step_s=0.1, batch_s=0.01, num_data_workers=4, wire_bytes_per_s=1e9, batch_bytes=1000)
 

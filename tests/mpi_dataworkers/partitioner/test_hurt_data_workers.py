@@ -12,8 +12,8 @@ import sample_models as models
 import torch
 from torch.utils.data import default_collate
 
-from hetstream.mpi_dataworkers.faults import POINTS
 from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
+from hetstream.mpi_dataworkers.process.faults import POINTS
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 3}
 WORKER_POINTS = [point for point in POINTS if point.startswith("worker.") and point != "worker.draining"]

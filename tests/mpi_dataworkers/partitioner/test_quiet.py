@@ -11,8 +11,8 @@ import sample_models as models
 import torch
 from torch.utils.data import default_collate
 
+from hetstream.mpi_dataworkers.partitioner.capture import quiet
 from hetstream.mpi_dataworkers.partitioner.partition import partition
-from hetstream.mpi_dataworkers.partitioner.quiet import quiet
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from hetstream.mpi_dataworkers.partitioner.describe import ALIKE_IN_PIECES
+from hetstream.mpi_dataworkers.partitioner.analysis import ALIKE_IN_PIECES
 from hetstream.mpi_dataworkers.partitioner.partition import partition
 from hetstream.mpi_dataworkers.partitioner.program import GRAIN_SIZE
 

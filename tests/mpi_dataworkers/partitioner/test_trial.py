@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hetstream.mpi_dataworkers.partitioner.trial import Trial, Verdict, judged
+from hetstream.mpi_dataworkers.partitioner.cut import Trial, Verdict, judged
 
 
 def tried(step_s: Callable[[int, bool], float]) -> tuple[Verdict, list[bool]]:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.partition_programs.catalogue import PROGRAMS
 from benchmarks.partition_programs.training import train
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.partitioner import rates, trial
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection
+from hetstream.mpi_dataworkers.partitioner import cut, partition
 from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.unmodified import _calls
@@ -190,12 +190,12 @@ def test_a_cut_that_gains_nothing_is_taken_back(
     expected = losses_of(model_of(models.Clean), DataLoader(models.Rows(400), 8))
     measured: list[tuple[int, int]] = []
 
-    def judged(with_cut_s: list[float], without_s: list[float]) -> trial.Verdict:
+    def judged(with_cut_s: list[float], without_s: list[float]) -> cut.Verdict:
         measured.append((len(with_cut_s), len(without_s)))
-        return trial.Verdict(gains, 0.5 if gains else 1.0, 1.0, True, "as measured")
+        return cut.Verdict(gains, 0.5 if gains else 1.0, 1.0, True, "as measured")
 
-    monkeypatch.setattr(trial, "judged", judged)
-    monkeypatch.setattr(rates, "STEPS_OF_A_LOOK", 10**6)
+    monkeypatch.setattr(cut, "judged", judged)
+    monkeypatch.setattr(partition, "STEPS_OF_A_LOOK", 10**6)
     decide = Cutter.decide
 
     def eager(cutter: Cutter, rates: Rates) -> Decision:

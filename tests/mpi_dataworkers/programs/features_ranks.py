@@ -20,13 +20,12 @@ import torch.distributed as dist
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged
-from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features import recut
-from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
-from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter, Seen
-from hetstream.mpi_dataworkers.loader import feature_recuts
+from hetstream.mpi_dataworkers.gpu_features import hybrid as recut
+from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures, Recut, Recutter, Seen
+from hetstream.mpi_dataworkers.loader import features
 
 GRAPH = FeatureGraph.of(
     {
@@ -49,7 +48,7 @@ def hybrid(rank: int) -> HybridFeatures:
         self.cut = CutGraph(GRAPH, tuple(step.name for step in GRAPH.steps if draw.random() < 0.3))
         return Recut(self.cut, "drawn", 0.25)
 
-    feature_recuts._STEPS, feature_recuts._LOOK_S, recut.SETTLE_S = 2, 0.0, 0.0
+    features._STEPS, features._LOOK_S, recut.SETTLE_S = 2, 0.0, 0.0
     Recutter.decide = decide  # type: ignore[method-assign]
     return HybridFeatures(GRAPH)
 

@@ -15,7 +15,7 @@ else:
 with atheris.instrument_imports(include=["hetstream.mpi_dataworkers"]) if atheris else contextlib.nullcontext():
     from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
     from hetstream.mpi_dataworkers.ops import tree
-    from hetstream.mpi_dataworkers.transports import compression, extents, proof
+    from hetstream.mpi_dataworkers.transports import auth, layout, sockets
     from hetstream.mpi_dataworkers.wire import codec
     from hetstream.mpi_dataworkers.wire.messages import Batch, Batches
 
@@ -38,19 +38,19 @@ def feed(data: bytes) -> None:
             if isinstance(batch, Batch):
                 tree.unflatten(batch.spec, codec.split([view, view[: LIMIT // 2], view[:0]], batch.buffers))
     with contextlib.suppress(ProtocolError):
-        handshake = proof.LoaderHandshake(KEY, "tcp://h:1")
+        handshake = auth.LoaderHandshake(KEY, "tcp://h:1")
         for _ in range(2):
             handshake.answer(codec.decode(view))
             assert not handshake.proven
     with contextlib.suppress(ProtocolError):
-        proof.WorkerHandshake(KEY, "w", "tcp://h:1").answer(codec.decode(view))
+        auth.WorkerHandshake(KEY, "w", "tcp://h:1").answer(codec.decode(view))
         raise AssertionError("a proof without the key")
     with contextlib.suppress(ProtocolError, RemoteError):
         tree.unflatten(data, [view[:8], view[:16], view[:0]])
     with contextlib.suppress(ProtocolError):
-        compression.decompress([view], [len(data)])
+        sockets.decompress([view], [len(data)])
     with contextlib.suppress(ProtocolError):
-        assert sum(frame.nbytes for frame in extents.find_frames(view)) <= len(data)
+        assert sum(frame.nbytes for frame in layout.find_frames(view)) <= len(data)
     with contextlib.suppress(ProtocolError):
         pieces = [view[start : start + LIMIT] for start in range(0, len(data), LIMIT)]
         assert b"".join(codec.join(pieces, LIMIT)) == data

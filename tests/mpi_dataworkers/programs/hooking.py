@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.hook import patch
-from hetstream.mpi_dataworkers.loader import loader_connection, unmodified
+from hetstream.mpi_dataworkers.loader import connection as loader_connection
+from hetstream.mpi_dataworkers.loader import unmodified
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipelines
 from hetstream.mpi_dataworkers.loader.data_loader import DataLoader as OurDataLoader
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipelines
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
 

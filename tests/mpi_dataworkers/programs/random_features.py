@@ -12,7 +12,7 @@ import torch
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
+from hetstream.mpi_dataworkers.features.operators import DTYPES, FeatureType
 
 NAN, INF, LARGE = math.nan, math.inf, 2**63 - 1
 REALS = (0.0, -0.0, 1.0, -1.0, 0.25, 0.5, 2.0, 7.5, -3.25, 1e-30, 1e30, 3e9, NAN, INF, -INF)

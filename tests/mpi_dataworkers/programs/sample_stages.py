@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from hetstream import numpy_sample_generator
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.pipeline import StagedBatch
 
 
 class Noise:

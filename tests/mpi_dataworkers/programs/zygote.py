@@ -16,7 +16,7 @@ from types import ModuleType
 
 import hetstream.mpi_dataworkers.dispatcher.server
 import hetstream.mpi_dataworkers.worker.supervisor  # noqa: F401, and torch with it
-from hetstream.mpi_dataworkers import faults
+from hetstream.mpi_dataworkers.process import faults
 from hetstream.slurm_plugin.cli import main
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.table import ProcessRow
+from hetstream.slurm_plugin.coordinator.table import ProcessRow, look
 from tests.conftest import WaitUntil
 
 TRAIN = Path(__file__).with_name("programs") / "train.py"

@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.slurm_plugin.coordinator.admission import GrantedJobs
-from hetstream.slurm_plugin.coordinator.agentless import Agentless, Holder, agentless
-from hetstream.slurm_plugin.coordinator.decide import GpuState
+from hetstream.slurm_plugin.coordinator.admission import Agentless, GrantedJobs, Holder, agentless
+from hetstream.slurm_plugin.coordinator.decide import GpuState, Measurements
 from hetstream.slurm_plugin.coordinator.gpus import GpuReading, StatedGpu
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.measurements import Measurements
-from hetstream.slurm_plugin.coordinator.report import GpuWatch
-from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuRow, GpuTable, gpu_row, of_user, read_table
+from hetstream.slurm_plugin.coordinator.table import (
+    TABLE_VERSION,
+    GpuRow,
+    GpuTable,
+    GpuWatch,
+    gpu_row,
+    look,
+    of_user,
+    read_table,
+)
 from hetstream.slurm_plugin.render.gpu_top import render
 from tests.slurm_plugin.coordinator.conftest import MIB, TRAIN, Node
 from tests.slurm_plugin.coordinator.test_decide import CAPACITY, GIB, MS, Gpu
@@ -262,7 +267,7 @@ def test_whose_a_process_is_says_its_control_group_and_else_itself_as_far_as_it_
 # Holds memory of an emulated GPU as a CUDA program without torch would of a real one.
 PROGRAM = """
 import signal, sys
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 gpu = EmulatedGpuFile(sys.argv[1])
 assert gpu.take(int(sys.argv[2]))
 signal.pause()

@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.gpu import environment
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
-from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict
-from hetstream.hetjob.gpu.pages import VERSION
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.table import GpuRow
+from hetstream.hetjob.gpu.orders import VERSION, JobClass, Statistics, Verdict
+from hetstream.slurm_plugin.coordinator.table import GpuRow, look
 from tests.slurm_plugin.coordinator.conftest import HETSTREAM, TRAIN, Node
 
 MIB = 2**20
@@ -167,7 +165,7 @@ def test_a_program_that_is_to_share_no_gpu_is_not_run(tmp_path: Path, gpu: str) 
 def test_an_agent_of_another_version_ends_with_a_line_or_goes_on_as_if_alone(
     node: Node, guaranteed: Connection
 ) -> None:
-    patched = "from hetstream.hetjob.gpu import pages; pages.VERSION = 99; import runpy, sys"
+    patched = "from hetstream.hetjob.gpu import orders; orders.VERSION = 99; import runpy, sys"
     patched += f"; sys.path.insert(0, {str(TRAIN.parent)!r})"
     argv = [sys.executable, "-c", f"{patched}; runpy.run_path({str(TRAIN)!r}, run_name='__main__')", "3", "16", "0"]
     line = f"the coordinator of this node's GPUs speaks protocol {VERSION}, and this hetstream protocol 99"

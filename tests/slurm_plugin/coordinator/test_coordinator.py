@@ -20,15 +20,20 @@ import pytest
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
-from hetstream.hetjob.gpu import introduction, pages
+from hetstream.hetjob.gpu import introduction, orders
 from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
-from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics, Verdict
-from hetstream.hetjob.gpu.pages import VERSION
-from hetstream.slurm_plugin.cli.gpu_run import _program
-from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, Peer
+from hetstream.hetjob.gpu.orders import VERSION, JobClass, Order, Statistics, Verdict
+from hetstream.slurm_plugin.cli.gpu import _program
+from hetstream.slurm_plugin.coordinator.admission import (
+    Admission,
+    GrantedJobs,
+    GuaranteedProcess,
+    OwnJobs,
+    Peer,
+    guaranteed_processes,
+)
 from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
-from hetstream.slurm_plugin.coordinator.own_jobs import GuaranteedProcess, OwnJobs, guaranteed_processes
 from hetstream.slurm_plugin.coordinator.server import Coordinator
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil
@@ -133,7 +138,7 @@ def test_a_guaranteed_job_whose_page_cannot_be_believed_lets_nobody_on(
 ) -> None:
     wait_until(has(opportunistic, Verdict.RUN))
     if how == "corrupted":
-        guaranteed._statistics._memory[:] = b"\xa5" * pages.SIZE_BYTES
+        guaranteed._statistics._memory[:] = b"\xa5" * orders.SIZE_BYTES
     else:
         guaranteed.report(Statistics(updated_ns=2**62, boundary_ns=2**62, is_idle=1), news=True)
     wait_until(has(opportunistic, Verdict.PAUSE))

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Statistics, Verdict
-from hetstream.slurm_plugin.coordinator.decide import VALID_NS, Decision, GpuState, decide
-from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.decide import VALID_NS, Decision, GpuState, Measurements, SharingJob, decide
 from hetstream.slurm_plugin.coordinator.pacing import Phase
 
 MS = 1_000_000

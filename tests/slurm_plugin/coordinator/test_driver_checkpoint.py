@@ -10,7 +10,7 @@ import pytest
 
 from hetstream.base.errors import HetstreamError
 from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.coordinator.driver_checkpoint import ProcessState, driver, resume, suspend
+from hetstream.slurm_plugin.coordinator.gpus import ProcessState, driver, resume, suspend
 
 INVALID_VALUE, OUT_OF_MEMORY = 1, 2
 # From which state each call leads where.

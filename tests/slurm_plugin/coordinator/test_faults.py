@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.gpu.faults import POINTS
-from hetstream.slurm_plugin.coordinator.look import look
+from hetstream.hetjob.gpu.config import POINTS
+from hetstream.slurm_plugin.coordinator.table import look
 from tests.slurm_plugin.coordinator.conftest import Node, Program
 from tests.slurm_plugin.coordinator.test_processes import alone
 

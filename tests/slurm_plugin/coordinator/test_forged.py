@@ -11,12 +11,9 @@ from dataclasses import fields, replace
 import pytest
 
 from hetstream.base.typed_json import encode
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
-from hetstream.hetjob.gpu.pages import Page, make_orders
-from hetstream.slurm_plugin.coordinator.decide import VALID_NS, Decision, GpuState
-from hetstream.slurm_plugin.coordinator.gangs import decide_all
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Page, Statistics, Verdict, make_orders
+from hetstream.slurm_plugin.coordinator.decide import VALID_NS, Decision, GpuState, Measurements, SharingJob, decide_all
 from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
-from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
 from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuTable, Who, gpu_row
 
 MS = 1_000_000

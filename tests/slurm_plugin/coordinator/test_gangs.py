@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from hetstream.hetjob.gpu.agent import Throttle
 from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Statistics, Verdict
-from hetstream.hetjob.gpu.throttle import Throttle
-from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState
-from hetstream.slurm_plugin.coordinator.gangs import decide_all
-from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, Measurements, SharingJob, decide_all
 from hetstream.slurm_plugin.coordinator.pacing import Phase, measured_anew
 
 MS = 1_000_000

@@ -17,15 +17,12 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
 from hetstream.hetjob.gpu.introduction import Connection
-from hetstream.hetjob.gpu.orders import JobClass, Verdict
-from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.hetjob.gpu.orders import VERSION, JobClass, Verdict
 from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.coordinator.admission import GrantedJobs
+from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs
+from hetstream.slurm_plugin.coordinator.decide import Measurements
 from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
-from hetstream.slurm_plugin.coordinator.look import Look, look
-from hetstream.slurm_plugin.coordinator.measurements import Measurements
-from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs
-from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuTable, Who, gpu_row, read_table
+from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuTable, Look, Who, gpu_row, look, read_table
 from hetstream.slurm_plugin.render.gpu_top import render
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.slurm_plugin.coordinator.gpus import open_gpu
-from hetstream.slurm_plugin.coordinator.nvml import NvmlGpu
+from hetstream.slurm_plugin.coordinator.gpus import NvmlGpu, open_gpu
 from tests.conftest import WaitUntil
 
 GIB = 2**30

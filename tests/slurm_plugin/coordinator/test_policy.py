@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
+from hetstream.hetjob.gpu.agent import Throttle, is_good_news
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
-from hetstream.hetjob.gpu.throttle import Throttle, is_good_news
-from hetstream.slurm_plugin.coordinator.decide import GpuState, decide
-from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.decide import GpuState, Measurements, SharingJob, decide
 from hetstream.slurm_plugin.coordinator.pacing import Pacing, advance
 
 MS = 1_000_000

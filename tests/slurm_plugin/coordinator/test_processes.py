@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
-from hetstream.slurm_plugin.coordinator.look import look
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
+from hetstream.slurm_plugin.coordinator.table import look
 from tests.slurm_plugin.coordinator.conftest import MIB, TRAIN, Node, Program
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.table import ProcessRow
+from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
+from hetstream.slurm_plugin.coordinator.table import ProcessRow, look
 from tests.conftest import WaitUntil
 from tests.slurm_plugin.coordinator.conftest import TRAIN, TRAIN_RANKS, Node, Program, ranks_alone
 from tests.slurm_plugin.coordinator.test_processes import alone

@@ -12,12 +12,25 @@ from running_daemon import RunningDaemon
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.site.gpus import AskGpus, GpuNow, JobNow, ShowGpus
-from hetstream.hetjob.site.messages import MAX_QUESTION_BYTES, encode_request, new_request
+from hetstream.hetjob.site.messages import (
+    MAX_QUESTION_BYTES,
+    AskGpus,
+    GpuNow,
+    SharingJobNow,
+    ShowGpus,
+    encode_request,
+    new_request,
+)
 from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs
-from hetstream.slurm_plugin.coordinator.report import GpuWatch, parse_numbers
-from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuRow, GpuTable, ProcessRow
+from hetstream.slurm_plugin.coordinator.admission import OwnJobs
+from hetstream.slurm_plugin.coordinator.table import (
+    TABLE_VERSION,
+    GpuRow,
+    GpuTable,
+    GpuWatch,
+    ProcessRow,
+    parse_numbers,
+)
 from tests.conftest import WaitUntil
 from tests.slurm_plugin.coordinator.test_coordinator import GPU, connect, running, statistics
 
@@ -97,7 +110,7 @@ def test_who_breaks_his_orders_is_told_of_and_other_gpus_are_not() -> None:
 def test_how_jobs_fare_is_told_by_job_with_the_pace_of_its_slowest_process() -> None:
     slow = process("7", batch_s=0.3, host_bytes=GIB, pid=4712)
     fares = told(gpu(process("7"), slow, process("8", "opportunistic", batch_s=None, alone_s=None, uid=1001))).jobs
-    assert fares == (JobNow("7", 1000, True, 16 * GIB, GIB, 0.3, 0.1), JobNow("8", 1001, False, 8 * GIB))
+    assert fares == (SharingJobNow("7", 1000, True, 16 * GIB, GIB, 0.3, 0.1), SharingJobNow("8", 1001, False, 8 * GIB))
     now = told(gpu(process("7"), idle_share=0.6))
     assert (now.capacity_bytes, now.idle_share) == (80 * GIB, 0.6)
     assert told(gpu(is_reserved=False, idle_share=0.6)).idle_share is None  # of a job that has left

@@ -20,14 +20,10 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
 from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduction, ask
-from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict, Work
-from hetstream.hetjob.gpu.pages import VERSION, Page
-from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
-from hetstream.slurm_plugin.coordinator.crowds import Crowds
-from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs
-from hetstream.slurm_plugin.coordinator.server import Coordinator, _Member
-from hetstream.slurm_plugin.coordinator.table import ProcessRow
+from hetstream.hetjob.gpu.orders import VERSION, JobClass, Page, Statistics, Verdict, Work
+from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs, Peer
+from hetstream.slurm_plugin.coordinator.server import Coordinator, Crowds, _Member
+from hetstream.slurm_plugin.coordinator.table import ProcessRow, look
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil
 from tests.slurm_plugin.coordinator.test_coordinator import GPU, connect, has, running, statistics

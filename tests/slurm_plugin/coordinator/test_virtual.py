@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from hetstream.hetjob.gpu.agent import Agent
-from hetstream.hetjob.gpu.devices.fake import FakeGpu, FakeGpuChip, VirtualClock
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
-from hetstream.slurm_plugin.coordinator.decide import VALID_NS, GpuState, decide
-from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.decide import VALID_NS, GpuState, Measurements, SharingJob, decide
+from tests.hetjob.gpu.fake_gpu import FakeGpu, FakeGpuChip, VirtualClock
 
 MS = 1_000_000
 MIB, GIB = 2**20, 2**30

@@ -15,15 +15,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hetstream.hetjob.convert import script_options
-from hetstream.hetjob.directives import Directive
+from hetstream.hetjob.convert.convert import script_options
+from hetstream.hetjob.convert.directives import Directive
+from hetstream.hetjob.convert.render import what_runs
+from hetstream.hetjob.convert.sbatch_options import SbatchOptions
 from hetstream.hetjob.ports import NodeSize
-from hetstream.hetjob.sbatch_options import SbatchOptions
-from hetstream.hetjob.what_runs import what_runs
-from hetstream.slurm_plugin.insight.past_jobs import past_jobs
-from hetstream.slurm_plugin.insight.proposals import Remembered, as_directives, for_script, next_submissions, remember
-from hetstream.slurm_plugin.model.alike import (
+from hetstream.slurm_plugin.insight.proposals import (
+    Remembered,
+    as_directives,
+    for_script,
+    next_submissions,
+    past_jobs,
+    remember,
+)
+from hetstream.slurm_plugin.model.history import (
     LEAST_LIKENESS,
+    Features,
+    PastJob,
     accuracy,
     last_batch,
     likeness,
@@ -33,7 +41,6 @@ from hetstream.slurm_plugin.model.alike import (
     smoothed,
     within_nodes,
 )
-from hetstream.slurm_plugin.model.past_job import Features, PastJob
 
 
 def past(job: str, name: str = "train", gpus: int = 2, data_workers: int = 6, **more: Any) -> PastJob:

@@ -16,8 +16,16 @@ import msgspec
 import pytest
 
 from hetstream.slurm_plugin.errors import HistoryError
-from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, KEY_FILE, JobHistory, history_directory
-from hetstream.slurm_plugin.model.past_job import Features, PastJob, past_job_of, within_bounds
+from hetstream.slurm_plugin.model.history import (
+    HISTORY_FILE,
+    KEY_FILE,
+    Features,
+    JobHistory,
+    PastJob,
+    history_directory,
+    past_job_of,
+    within_bounds,
+)
 
 
 def past(job: str, ended_s: float = 1000.0, user: str = "alice", **more: Any) -> PastJob:
@@ -125,8 +133,8 @@ def test_a_killed_writer_leaves_what_was_committed(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from hetstream.slurm_plugin.model.job_history import JobHistory
-from hetstream.slurm_plugin.model.past_job import Features, PastJob
+from hetstream.slurm_plugin.model.history import JobHistory
+from hetstream.slurm_plugin.model.history import Features, PastJob
 history = JobHistory(Path({str(tmp_path)!r}))
 history.add([PastJob("1", 1.0, Features("train"), 1, 1, None, 0.0, 0.0)], 1.0)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.hetjob.elastic.remaining_work import UsualLength
-from hetstream.slurm_plugin.model.past_job import Features, PastJob, past_job_of
-from hetstream.slurm_plugin.model.usual_length import usual_length
+from hetstream.hetjob.elastic.step_terms import UsualLength
+from hetstream.slurm_plugin.model.history import Features, PastJob, past_job_of, usual_length
 
 
 def past(name: str, share: float | None, job: str = "1") -> PastJob:

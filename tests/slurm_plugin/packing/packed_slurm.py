@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
-from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow, ShowGpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
+from hetstream.slurm_plugin.client.values import expand, parse_gres
 
 GIB = 1 << 30
 NOW_S = 1_795_000_000.0

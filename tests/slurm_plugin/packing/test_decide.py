@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
-from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.state import (
     GpuNode,
     GpuUse,
+    PackingRules,
     PackingState,
     Place,
     PlacedJob,

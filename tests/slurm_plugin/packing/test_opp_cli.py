@@ -19,7 +19,7 @@ import pytest
 from recorded import AS_ASKED, Recorded, job
 from running_daemon import RunningDaemon, WaitUntil
 
-from hetstream.hetjob.site.gpus import GpuNow, ReportGpus
+from hetstream.hetjob.site.messages import GpuNow, ReportGpus
 from hetstream.slurm_plugin.cli.packing_arguments import named_partitions
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm, parse_topology
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, RECORD_END

@@ -11,13 +11,13 @@ from msgspec.structs import replace as changed
 from packed_slurm import NOW_S, PackedSlurm
 
 from hetstream.hetjob.errors import SiteError, SlurmCommandError
-from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
-from hetstream.mpi_dataworkers.faults import FAULTS
-from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.hetjob.site.messages import SharingNow, ShowGpus
+from hetstream.mpi_dataworkers.process.faults import FAULTS
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Node
-from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.client.values import parse_gres
+from hetstream.slurm_plugin.packing.notes import read_record
 from hetstream.slurm_plugin.packing.packer import Packer
-from hetstream.slurm_plugin.packing.words import read_record
+from hetstream.slurm_plugin.packing.state import PackingEvent
 
 
 class Site:

@@ -14,18 +14,17 @@ from msgspec.structs import replace as changed
 from tenant_slurm import GPU, NOW_S, TenantSlurm, names
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.site.gpus import ShowGpus
-from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.hetjob.site.messages import ShowGpus
+from hetstream.mpi_dataworkers.process.faults import FAULTS
 from hetstream.slurm_plugin.cli.packing_arguments import upgrade_in_words
 from hetstream.slurm_plugin.client.model import Gres, Reservation, Snapshot
 from hetstream.slurm_plugin.errors import QuotaError
-from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import served_jobs
+from hetstream.slurm_plugin.packing.notes import read_record
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.quota_file import QuotaFile
-from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.words import read_record
+from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 
 WISH = "hetstream:class=guaranteed hetstream:opportunistic-after=60"
 RULES = PackingRules(settle_s=0.0)

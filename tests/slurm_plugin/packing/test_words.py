@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream import slurm_plugin
-from hetstream.slurm_plugin.install import node_scripts
-from hetstream.slurm_plugin.packing.state import Place
-from hetstream.slurm_plugin.packing.words import (
+from hetstream.slurm_plugin.install import units
+from hetstream.slurm_plugin.packing.notes import (
     COMMENT_MARK,
     DEFAULT_GPU_BYTES,
     HOLD_WORD,
@@ -26,6 +25,7 @@ from hetstream.slurm_plugin.packing.words import (
     wish_of,
     with_record,
 )
+from hetstream.slurm_plugin.packing.state import Place
 
 PLACE = Place(("g1", "g2"), (0, 3))
 
@@ -67,7 +67,7 @@ def test_a_long_comment_keeps_whole_words_alone() -> None:
 
 
 def test_guard_prolog_and_packer_know_places_by_the_same_mark() -> None:
-    assert node_scripts.COMMENT_MARK == COMMENT_MARK
+    assert units.COMMENT_MARK == COMMENT_MARK
     guard = Path(slurm_plugin.__file__).parent / "lua" / "job_submit.lua"
     assert re.findall(r'^local MARK = "(.*?)"', guard.read_text(), re.M) == [COMMENT_MARK]
     assert re.findall(r'^local HOLD = "(.*?)"', guard.read_text(), re.M) == [HOLD_WORD]

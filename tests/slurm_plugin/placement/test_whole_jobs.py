@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 
 from benchmarks.frag import arrivals, replay
 from benchmarks.openb import made_up_cluster, made_up_jobs
-from hetstream.slurm_plugin.placement.choices import CHOICES
-from hetstream.slurm_plugin.placement.fgd import FragmentationGradient
-from hetstream.slurm_plugin.placement.fragments import TypicalShapes
-from hetstream.slurm_plugin.placement.gang import place_gang, room_for
-from hetstream.slurm_plugin.placement.nodes import WHOLE, Nodes, Shape, Spot
+from hetstream.slurm_plugin.placement.placement import (
+    CHOICES,
+    WHOLE,
+    FragmentationGradient,
+    Nodes,
+    Shape,
+    Spot,
+    TypicalShapes,
+    place_gang,
+    room_for,
+)
 
 TYPES = st.sampled_from([frozenset(), frozenset({1}), frozenset({2}), frozenset({1, 2})])
 WHOLE_GPUS = st.builds(

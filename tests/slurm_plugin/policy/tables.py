@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.policy.policies import POLICIES
 from hetstream.slurm_plugin.policy.table import JobTable, Policy, Pool, job_table
 
 POINTS = 4

@@ -10,9 +10,7 @@ import pytest
 
 from hetstream.slurm_plugin.model.joint import Candidates, exact, upgrades
 from hetstream.slurm_plugin.model.pareto import front
-from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
-from hetstream.slurm_plugin.policy.dlrover import RHO
-from hetstream.slurm_plugin.policy.srtf import expected_remaining_s
+from hetstream.slurm_plugin.policy.policies import POLICIES, RHO, expected_remaining_s, under_all_rules
 from hetstream.slurm_plugin.policy.table import JobTable, Pool, job_table
 
 MOST_CPUS = 8

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.policy.choices import POLICIES
-from hetstream.slurm_plugin.policy.curves import pieces_of, saturation_of, speed_at
-from hetstream.slurm_plugin.policy.reasons import explain
-from hetstream.slurm_plugin.policy.share import share
-from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, job_table
+from hetstream.slurm_plugin.policy.filling import pieces_of, saturation_of, speed_at
+from hetstream.slurm_plugin.policy.policies import POLICIES, share
+from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, explain, job_table
 from tests.slurm_plugin.policy.tables import GROWING, lines, tables
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))

@@ -10,20 +10,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.errors import PolicyError
-from hetstream.slurm_plugin.policy.caps import with_caps
-from hetstream.slurm_plugin.policy.check import check_allocation, check_table, checked
-from hetstream.slurm_plugin.policy.choices import POLICIES, Rules, under_all_rules
-from hetstream.slurm_plugin.policy.curves import pieces_of, speed_at
-from hetstream.slurm_plugin.policy.fair import fair
-from hetstream.slurm_plugin.policy.floors import with_floor, workers_for
-from hetstream.slurm_plugin.policy.leftovers import with_leftovers
-from hetstream.slurm_plugin.policy.maxtp import maxtp
-from hetstream.slurm_plugin.policy.reasons import Reason, explain
-from hetstream.slurm_plugin.policy.share import share
-from hetstream.slurm_plugin.policy.srtf import srtf
-from hetstream.slurm_plugin.policy.staleness import with_staleness
-from hetstream.slurm_plugin.policy.steadiness import MoveCost, with_steadiness
-from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Policy, Pool, allocation, job_table
+from hetstream.slurm_plugin.policy.filling import pieces_of, speed_at
+from hetstream.slurm_plugin.policy.policies import (
+    POLICIES,
+    Rules,
+    fair,
+    maxtp,
+    share,
+    srtf,
+    under_all_rules,
+    with_leftovers,
+)
+from hetstream.slurm_plugin.policy.rules import (
+    MoveCost,
+    with_caps,
+    with_floor,
+    with_staleness,
+    with_steadiness,
+    workers_for,
+)
+from hetstream.slurm_plugin.policy.table import (
+    Allocation,
+    JobTable,
+    Policy,
+    Pool,
+    Reason,
+    allocation,
+    check_allocation,
+    check_table,
+    checked,
+    explain,
+    job_table,
+)
 from tests.slurm_plugin.policy.tables import GROWING, lines, tables
 
 CPUS = st.integers(0, 600)

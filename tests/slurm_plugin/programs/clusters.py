@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetstream.hetjob.site.gpus import GpuNow, JobNow, NodeGpus, SharingNow
+from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingJobNow, SharingNow
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
 from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
@@ -62,7 +62,10 @@ def observation(num_nodes: int = 24, **more: object) -> Observation:
 
 def shared_gpus() -> SharedGpus:
     """What two nodes told: a job that waits, with a guest; one whose GPU is busy; a GPU without anybody."""
-    fares = (JobNow("2", 1000, True, 12 * GIB, 0, 0.110, 0.108), JobNow("8", 1001, False, 4 * GIB, GIB, 0.075, 0.050))
+    fares = (
+        SharingJobNow("2", 1000, True, 12 * GIB, 0, 0.110, 0.108),
+        SharingJobNow("8", 1001, False, 4 * GIB, GIB, 0.075, 0.050),
+    )
     starved = GpuNow(
         0, "GPU-1a2b", 0.6, 60 * GIB, True, ("2",), sharing=(SharingNow("8", 0.0), SharingNow("9", 40.0)),
         capacity_bytes=80 * GIB, idle_share=0.4, jobs=fares,

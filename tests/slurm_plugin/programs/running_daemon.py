@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from recorded import Recorded, job
 
-from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address
-from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.client import SiteSettings, TcpAddress, UnixAddress, ask, parse_address
 from hetstream.hetjob.site.messages import (
     LENGTH,
     Answer,

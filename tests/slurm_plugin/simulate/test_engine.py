@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
 from hetstream.slurm_plugin.errors import SimulationFault
-from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
+from hetstream.slurm_plugin.policy.policies import POLICIES, under_all_rules
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Policy, Pool, allocation
-from hetstream.slurm_plugin.simulate.cluster import Cluster, parse
-from hetstream.slurm_plugin.simulate.curves import curves_of
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.outcome import Outcome
+from hetstream.slurm_plugin.simulate.running import Cause
 from hetstream.slurm_plugin.simulate.scenario import (
     CapOptions,
     Discipline,
@@ -27,8 +25,8 @@ from hetstream.slurm_plugin.simulate.scenario import (
     Scenario,
     WorkerOptions,
 )
-from hetstream.slurm_plugin.simulate.waiting import Cause
-from hetstream.slurm_plugin.simulate.workload import Workload, build
+from hetstream.slurm_plugin.simulate.usage_log import Outcome
+from hetstream.slurm_plugin.simulate.workload import Cluster, Workload, build, curves_of, parse
 from tests.slurm_plugin.simulate.loads import AT_ONCE, NO_CYCLES, jobs, workloads
 
 SRTF, FAIR, MAXTP = POLICIES["srtf"], POLICIES["fair"], POLICIES["maxtp"]

@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.errors import SimulationInputError
-from hetstream.slurm_plugin.prices import Prices
-from hetstream.slurm_plugin.simulate.cluster import parse
-from hetstream.slurm_plugin.simulate.comparison import compare
+from hetstream.slurm_plugin.insight.prices import Prices
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.metrics import Metrics, interval, measure, waits
-from hetstream.slurm_plugin.simulate.replay import replay
+from hetstream.slurm_plugin.simulate.metrics import Metrics, compare, interval, measure, waits
+from hetstream.slurm_plugin.simulate.sacct import replay
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario
-from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
+from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build, parse
 
 FIFO = Scenario("tuned", Request.TUNED, Discipline.FIFO, sample_s=1.0)
 # On 2 GPUs and 8 CPUs: the first takes 6 CPUs for 10 s; the second, of 4 CPUs, waits for them, and runs for 20 s.

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
 from hetstream.slurm_plugin.packing.decide import decide
-from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.policy.choices import POLICIES
-from hetstream.slurm_plugin.simulate.cluster import parse
+from hetstream.slurm_plugin.packing.state import PackingRules
+from hetstream.slurm_plugin.policy.policies import POLICIES
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.metrics import measure
-from hetstream.slurm_plugin.simulate.outcome import Outcome
 from hetstream.slurm_plugin.simulate.scenario import Discipline, FailureOptions, Request, Scenario
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions, Sharing
-from hetstream.slurm_plugin.simulate.workload import Workload
+from hetstream.slurm_plugin.simulate.usage_log import Outcome
+from hetstream.slurm_plugin.simulate.workload import Workload, parse
 from tests.slurm_plugin.simulate.loads import AT_ONCE, NO_CYCLES, jobs
 
 # (opportunistic, share of a GPU that it keeps busy alone, memory on it)

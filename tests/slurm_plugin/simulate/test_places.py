@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
-from hetstream.slurm_plugin.placement.choices import CHOICES
-from hetstream.slurm_plugin.policy.choices import POLICIES, Rules
-from hetstream.slurm_plugin.policy.steadiness import MoveCost
-from hetstream.slurm_plugin.simulate.cluster import parse
+from hetstream.slurm_plugin.placement.placement import CHOICES
+from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
+from hetstream.slurm_plugin.policy.rules import MoveCost
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.outcome import Outcome
 from hetstream.slurm_plugin.simulate.scenario import Discipline, FailureOptions, Request, Scenario, WorkerOptions
-from hetstream.slurm_plugin.simulate.workload import Workload, build
+from hetstream.slurm_plugin.simulate.usage_log import Outcome
+from hetstream.slurm_plugin.simulate.workload import Workload, build, parse
 from tests.slurm_plugin.simulate.loads import AT_ONCE, NO_CYCLES, jobs, workloads
 
 ELASTIC = Scenario("test", Request.ELASTIC, Discipline.FIFO, POLICIES["srtf"], NO_CYCLES, AT_ONCE, placement="fgd")

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Node, ReservedPart
+from hetstream.slurm_plugin.client.values import parse_gres
 from hetstream.slurm_plugin.errors import SimulationInputError
-from hetstream.slurm_plugin.simulate import cluster
+from hetstream.slurm_plugin.simulate import workload
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.lines import MOST_FIELD
 from hetstream.slurm_plugin.simulate.models import HEAVY, LIGHT, list_from, synthetic_trace
 from hetstream.slurm_plugin.simulate.sacct import Assumptions
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
 from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, read_openb_nodes, read_trace
+from hetstream.slurm_plugin.simulate.workload import MOST_FIELD
 
 PHILLY = "job_id,submit_s,duration_s,num_gpus,vc\n7,100,60,1,a\n8,40,120,8,b\n"
 GOLDMINER = """\
@@ -143,7 +143,7 @@ def test_the_components_of_a_heterogeneous_job_are_one_gang() -> None:
     assert (load.ideal_cpus[0], load.trainer_cpus[0]) == (40, 6)
     assert "1 job(s) heterogeneous, of which a component did not run and end, and are left out" in trace.notes
     scenario = Scenario("recorded", Request.RECORDED, Discipline.EASY)
-    outcome = simulate(load, cluster.parse("gpus=2,cpus=12;3*cpus=8"), scenario)
+    outcome = simulate(load, workload.parse("gpus=2,cpus=12;3*cpus=8"), scenario)
     assert outcome.end_s - outcome.start_s == pytest.approx([3602, 600]), "as fast as it was, with all of its CPUs"
     alone = read_trace("month.txt", HET.replace("JobID|", "Cluster|", 1))
     assert alone.workload.names == ("7", "8", "9", "11")
@@ -327,18 +327,18 @@ def test_damaged_tables_are_read_or_refused(text: str, data: st.DataObject) -> N
 
 
 def test_clusters_of_text_json_and_a_sites_nodes() -> None:
-    text = cluster.parse("2*gpus=8,cpus=64,memory_gib=256;cpus=32")
+    text = workload.parse("2*gpus=8,cpus=64,memory_gib=256;cpus=32")
     assert (text.gpus.tolist(), text.cpus.tolist()) == ([8, 8, 0], [64, 64, 32])
     assert text.memory_gib.tolist() == [256, 256, np.inf]
-    json = cluster.parse('{"nodes": [{"count": 2, "gpus": 8, "cpus": 64, "memory_gib": 256}, {"cpus": 32}]}')
+    json = workload.parse('{"nodes": [{"count": 2, "gpus": 8, "cpus": 64, "memory_gib": 256}, {"cpus": 32}]}')
     assert json.describe() == text.describe()
     gres = parse_gres("gpu:h100:4")
     nodes = [
         Node("g1", frozenset({"IDLE"}), ("gpu",), 64, 0, 262144, 0, gres),
         Node("g2", frozenset({"DOWN"}), ("gpu",), 64, 0, 262144, 0, gres),
     ]
-    assert cluster.of_nodes(nodes).describe() == "1 nodes, 4 GPUs, 64 CPUs"
-    assert cluster.of_nodes(nodes).notes == ()
+    assert workload.of_nodes(nodes).describe() == "1 nodes, 4 GPUs, 64 CPUs"
+    assert workload.of_nodes(nodes).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_instances_of_mig_are_the_gpus_that_they_make_up(gres: str, drained: str
     divided = Node(
         "g", frozenset({"IDLE"}), ("gpu",), 64, 0, 1024, 0, parse_gres(gres), gres_drained=parse_gres(drained)
     )
-    found = cluster.of_nodes([divided])
+    found = workload.of_nodes([divided])
     assert found.gpus.tolist() == [gpus]
     (note,) = found.notes
     assert note.startswith(f"{divided.mig} MIG instances of 1 node(s) count as the whole GPUs")
@@ -363,7 +363,7 @@ def test_what_a_reservation_keeps_is_a_part_of_the_cluster() -> None:
         "g", frozenset({"IDLE"}), ("gpu",), 52, 4, 1024, 0, parse_gres("gpu:4"), parse_gres("gpu:1"),
         gres_drained=parse_gres("gpu:1"), reserved_parts=(part,),
     )  # fmt: skip
-    assert cluster.of_nodes([kept]).describe() == "1 nodes, 4 GPUs, 64 CPUs"
+    assert workload.of_nodes([kept]).describe() == "1 nodes, 4 GPUs, 64 CPUs"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_what_a_reservation_keeps_is_a_part_of_the_cluster() -> None:
 )
 def test_clusters_that_are_none_are_refused(text: str, said: str) -> None:
     with pytest.raises(SimulationInputError, match=said):
-        cluster.parse(text)
+        workload.parse(text)
 
 
 def test_lists_are_drawn_by_the_rule_and_from_their_seed() -> None:

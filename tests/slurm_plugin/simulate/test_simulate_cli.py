@@ -237,7 +237,7 @@ def test_wrong_words_are_refused(jobs: str, words: list[str], said: str, capsys:
         ("", "simulate._MOST_OF_TRACE", "list of jobs"),
         ("--cluster", "simulate._MOST_OF_CLUSTER", "list of nodes"),
         ("--policy-settings", "simulate._MOST_OF_SETTINGS", "settings of a policy"),
-        ("--prices", "pricing._MOST_CHARACTERS", "list of prices"),
+        ("--prices", "cluster_source._MOST_CHARACTERS", "list of prices"),
     ],
 )
 def test_of_a_file_without_end_no_more_is_read_than_such_a_file_has(

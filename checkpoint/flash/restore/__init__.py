@@ -1,1 +1,0 @@
-"""Restores: a record back into the program's own objects."""

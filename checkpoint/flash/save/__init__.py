@@ -1,1 +1,0 @@
-"""Saves: a state taken apart, and copied into a slot."""

@@ -1,1 +1,0 @@
-"""Data workers that feed data workers."""

@@ -239,6 +239,7 @@ class _Holdings:
     children: frozenset[str]
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
+    job_output: frozenset[str]
 
     def beyond(self, before: _Holdings) -> list[str]:
         """What is held now and was not before, as text."""
@@ -249,6 +250,7 @@ class _Holdings:
                 ("child processes", self.children - before.children),
                 ("file descriptors", self.descriptors - before.descriptors),
                 ("/dev/shm", {name for name in self.shared_memory - before.shared_memory if not _is_foreign(name)}),
+                ("the checkout's root", self.job_output - before.job_output),
             )
             if extra
         ]
@@ -260,6 +262,8 @@ def _holdings() -> _Holdings:
         children=frozenset(_children()),
         descriptors=frozenset(_descriptors()),
         shared_memory=frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+        # A job that is submitted from there writes there, unless it says otherwise.
+        job_output=frozenset(map(str, Path(__file__).parents[1].glob("slurm-*"))),
     )
 
 

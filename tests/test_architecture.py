@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -242,6 +244,15 @@ def test_the_package_leads_to_the_four_folders() -> None:
         link = ROOT / "hetstream" / folder.name
         assert link.is_symlink()
         assert link.resolve() == folder
+
+
+@pytest.mark.parametrize("folder", [folder.name for folder in FOLDERS])
+def test_a_folder_is_imported_by_one_name(folder: str) -> None:
+    """From the root `import checkpoint` finds the folder: an `except` would not catch the other copy's classes."""
+    command = [sys.executable, "-c", f"import {folder}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert f"import hetstream.{folder} instead of {folder}" in ended.stderr
 
 
 def test_no_file_and_no_function_is_too_long_to_be_read() -> None:

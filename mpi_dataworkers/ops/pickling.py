@@ -153,7 +153,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is not torch.Tensor or not _is_plain(value):
             if not self._runs_user_code and not isinstance(value, type | FunctionType) and _is_user_code(type(value)):
                 raise RunsUserCode(f"{type(value).__module__}.{type(value).__qualname__}")
-            return super().reducer_override(value)
+            return _with_whole_name(value, super().reducer_override(value))
         place = value.storage_offset(), tuple(value.size()), value.stride()
         return _rebuild_tensor, (self._bytes_of(value.untyped_storage()), value.dtype, *place)
 
@@ -162,6 +162,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if key not in self._storages:
             self._storages[key] = _Bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
         return self._storages[key]
+
+
+def _with_whole_name(value: Any, reduction: Any) -> Any:
+    """Let a class that travels by value keep its `__qualname__`, which cloudpickle 3.1 leaves out: messages name it."""
+    if isinstance(value, type) and isinstance(reduction, tuple) and reduction[0] is _cloud._make_skeleton_class:
+        kind, name, bases, namespace, *others = reduction[1]
+        arguments = kind, name, bases, {**namespace, "__qualname__": value.__qualname__}, *others
+        return reduction[0], arguments, *reduction[2:]
+    return reduction
 
 
 def is_of_started_manager(value: Any) -> bool:

@@ -20,7 +20,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -343,9 +343,9 @@ def _in_module(
     for member, value in members:
         if member.startswith("__") or (name, member) in sent or (name, member) == _PRINT:
             continue
-        if isinstance(value, FunctionType | type) and _is_only_here(value, modules):
+        if isinstance(value, FunctionType | type) and _is_only_here(value, modules) and not _imports(name, value):
             return f"the program has put {value.__qualname__} in the place of {name}.{member}"
-        if any(_is_only_here(entry, modules) for entry in _entries_of(value)):
+        if any(_is_only_here(entry, modules) and not _imports(name, entry) for entry in _entries_of(value)):
             return f"the program has registered an object of its own in {name}.{member}"
     return ""
 
@@ -379,6 +379,26 @@ def _entries_of(value: Any) -> Iterator[Any]:
             yield from entry
         else:
             yield entry
+
+
+def _imports(name: str, value: Any) -> bool:
+    """Whether a module's own code names the package of a value, as `import` does: so it has it in data workers, too.
+
+    Packages that are installed to be worked on (`pip install -e`) lie where the program's own modules do.
+    """
+    kind = value if isinstance(value, FunctionType | type) else type(value)
+    package = kind.__module__.partition(".")[0]
+    spec = sys.modules[name].__spec__
+    find = getattr(spec.loader if spec is not None else None, "get_code", None)
+    code = find(name) if find is not None else None
+    return package not in _SCRIPTS and code is not None and _names(code, package)
+
+
+def _names(code: CodeType, package: str) -> bool:
+    named = [*code.co_names, *(each for each in code.co_consts if isinstance(each, str))]
+    return any(f"{name}.".startswith(f"{package}.") for name in named) or any(
+        _names(each, package) for each in code.co_consts if isinstance(each, CodeType)
+    )
 
 
 def _is_only_here(value: Any, modules: Collection[str]) -> bool:

@@ -189,7 +189,9 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/job/ended_job.py": "_files jobs_left load_summary remove*2 write_summary",
         "hetjob/master/companions.py": "CompanionJobs._number_after_those_of_before CompanionJobs.submit",
         "hetjob/master/controller_state_file.py": "ControllerStateFile.__init__ ControllerStateFile.write told_by",
-        "hetjob/master/server.py": "MasterConfig.read _tidy*6 lead_to remove*2 remove_left start*2",
+        "hetjob/master/server.py": (
+            "MasterConfig.read _tidy*6 lead_to_journal remove_journal*2 remove_left_journal start*2"
+        ),
         "hetjob/master/memory.py": "Migration.begin",
         "hetjob/job/processes.py": "start_child",
         "hetjob/job/job.py": "_num_ready",
@@ -287,7 +289,7 @@ ROWS: dict[str, dict[str, str]] = {
             "read_owner read_request renumber take*2"
         ),
         "checkpoint/formats/hdf5.py": "write_hdf5",
-        "checkpoint/replica/wire.py": "_folder _read_private _remove",
+        "checkpoint/replica/rendezvous.py": "_folder _read_private _remove",
     },
     "store": {
         "checkpoint/flash/storage.py": "CheckpointStorage.close",

@@ -35,7 +35,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import directory_of_job
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import NotOnDisk, UnsupportedState
-from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.options import (
     CheckpointOptions,
@@ -169,7 +169,7 @@ class Restoring:
         leaves = self._saving.announce(state)  # says what is wrong with it before anything happens
         self._storage.become_owner()
         candidates = self._storage.candidates()
-        with rng.held_off():
+        with collector.held_off():
             whole = functools.partial(self._saving.flatten, state) if leaves.unasked else lambda: leaves
             restored = restore_state(candidates, state, whole, RestoreRequest(step, strict, self._allow_pickle))
         if restored.generation and (step is not None or self._is_behind(restored.generation)):
@@ -217,7 +217,7 @@ class Restoring:
 _has_failed = False
 
 
-def fail() -> None:
+def fail_at_exit() -> None:
     """Have the program end with 1."""
     global _has_failed
     _has_failed = True
@@ -527,7 +527,7 @@ class FlashCheckpointer:
             self.close(keep_memory=hasattr(sys, "last_value") and not isinstance(sys.last_value, KeyboardInterrupt))
         except NotOnDisk as error:
             _log.error("%s", error)
-            fail()
+            fail_at_exit()
 
     def _check_open(self) -> None:
         if not self._storage.is_open:

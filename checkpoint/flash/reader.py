@@ -16,7 +16,7 @@ from hetstream.checkpoint.disk.checkpoint import Checkpoint
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import NoCheckpoint
-from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.candidates import RestoreCandidates, Sources
 from hetstream.checkpoint.flash.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.options import CheckpointOptions, requested_step
@@ -141,7 +141,7 @@ class CheckpointReader:
             StateMismatch: the layout of the state is another; every difference is named. Nothing is restored.
         """
         request = RestoreRequest(requested_step(step), strict, self._allow_pickle, only_given=True)
-        with rng.held_off():
+        with collector.held_off():
             capture = Capture(
                 (), self._ranks.rank, self._ranks.world_size, CheckpointOptions(allow_pickle=self._allow_pickle)
             )

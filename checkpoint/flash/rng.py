@@ -5,11 +5,9 @@ Called by the checkpointer: part of every record, so that a resumed run draws wh
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import random
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -81,22 +79,3 @@ def _restore_cuda(states: list[torch.Tensor]) -> list[str]:
     if len(states) == num_devices or not states:
         return []
     return [f"the record has generators of {len(states)} CUDA device(s), this process sees {num_devices}"]
-
-
-# Python's collector of cycles, held off while a state is taken apart or put together.
-#
-# That makes many objects at once, and no cycles. The collector would look at each object of the program several times
-# meanwhile, torch's too, which takes longer than all else for a state of many small tensors.
-
-
-@contextlib.contextmanager
-def held_off() -> Iterator[None]:
-    """Collect nothing in the block. It is for the program's own thread: two at a time would not know of each other."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

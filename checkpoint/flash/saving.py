@@ -22,7 +22,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.base.text import is_unicode
 from hetstream.checkpoint.disk.safetensors import check_structure
 from hetstream.checkpoint.errors import CheckpointError, SharedMemoryFull, UnsupportedState, reach
-from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash import collector, rng
 from hetstream.checkpoint.flash.options import CheckpointOptions, CheckpointStats
 from hetstream.checkpoint.flash.read_back import read_back
 from hetstream.checkpoint.flash.writer_link import Background
@@ -512,7 +512,7 @@ class Saving:
             UnsupportedState: something in the state cannot be stored.
             OptionsError: it is no state.
         """
-        with rng.held_off():
+        with collector.held_off():
             leaves = self._capture.flatten(state, asks_all=False)
             self._store.announce(*self._capture.expected_bytes(state, leaves))
         return leaves
@@ -536,7 +536,7 @@ class Saving:
         Raises:
             UnsupportedState: something in the state cannot be stored.
         """
-        with rng.held_off():
+        with collector.held_off():
             leaves = self._capture.flatten(state) if leaves is None else leaves
             if not leaves.shapeless and not leaves.unasked:
                 self.background.start_planned(self._store.prepare, self._capture.prepare(state, leaves))
@@ -569,7 +569,7 @@ class Saving:
         """Take a state; see `FlashCheckpointer.save`."""
         began_s = time.perf_counter()
         self.fence()
-        with rng.held_off():
+        with collector.held_off():
             taken = self._take(generation, state, metrics)
             if taken:
                 with taken.slot:
@@ -584,7 +584,7 @@ class Saving:
         """Take a state, what an optimizer changes in a thread; see `FlashCheckpointer.save_async`."""
         began_s = time.perf_counter()
         self.fence()
-        with rng.held_off():
+        with collector.held_off():
             taken = self._take(generation, state, metrics, finds_stepped=True)
         if taken:
             self._begin_copy(taken)

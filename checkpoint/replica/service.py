@@ -33,8 +33,9 @@ from hetstream.checkpoint.memory.store_files import SlotContent, StoreFiles
 from hetstream.checkpoint.record.agreement import Replica
 from hetstream.checkpoint.record.layout import Generation, from_json
 from hetstream.checkpoint.record.structure import Origin, Record, read_origin
-from hetstream.checkpoint.replica import wire
-from hetstream.checkpoint.replica.wire import Channel, Endpoint, Order, Reply, Request, read_order, words
+from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.replica.rendezvous import Endpoint
+from hetstream.checkpoint.replica.wire import Channel, Order, Reply, Request, read_order, words
 
 # Replicas in the store of the rank whose checkpoint writer keeps them: two slot files for each rank that it keeps them
 # of.
@@ -212,7 +213,7 @@ class ReplicaService:
         self._files = files
         self._directory = directory
         self._report = report
-        self._key = wire.read_key(directory, order.attempt)
+        self._key = rendezvous.read_key(directory, order.attempt)
         self._is_closing = False
         self._began_s = time.monotonic()
         self._wake = threading.Event()
@@ -224,7 +225,7 @@ class ReplicaService:
         self._server = _listen()
         try:
             self._endpoint = Endpoint(order.attempt, order.rank, order.host, self._server.getsockname()[1])
-            wire.publish(directory, self._endpoint)
+            rendezvous.publish(directory, self._endpoint)
         except BaseException:
             self._server.close()
             raise
@@ -243,7 +244,7 @@ class ReplicaService:
     def close(self) -> None:
         """End all transfers and let go of the store."""
         self._is_closing = True
-        wire.withdraw(self._directory, self._endpoint)
+        rendezvous.withdraw(self._directory, self._endpoint)
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._wake.set()
@@ -292,7 +293,7 @@ class ReplicaService:
         if newest is None or (self._sent and newest.header.generation <= self._sent):
             return
         assert self.order.peer is not None
-        endpoint = wire.find(self._directory, self.order.peer, self.order.attempt)
+        endpoint = rendezvous.find(self._directory, self.order.peer, self.order.attempt)
         if endpoint is None:
             if time.monotonic() < self._began_s + _START_S:
                 return  # it has not started yet

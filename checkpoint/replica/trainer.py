@@ -16,9 +16,10 @@ from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles
 from hetstream.checkpoint.record.agreement import Replica
 from hetstream.checkpoint.record.layout import Generation
-from hetstream.checkpoint.replica import wire
+from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.service import check_record, for_others
-from hetstream.checkpoint.replica.wire import Channel, Endpoint, Order, Reply, Request, order_of, write_order
+from hetstream.checkpoint.replica.wire import Channel, Order, Reply, Request, order_of, write_order
 
 _log = logging.getLogger(__name__)
 
@@ -52,11 +53,11 @@ class TrainerReplicas:
         Raises:
             OSError: the directory cannot be written to.
         """
-        wire.make_key(self._directory, attempt)
+        rendezvous.make_key(self._directory, attempt)
 
     def dismiss(self, attempt: int) -> None:
         """Remove the key of an attempt that has ended."""
-        wire.remove_key(self._directory, attempt)
+        rendezvous.remove_key(self._directory, attempt)
 
     def arrange(self, store: Store, hosts: Sequence[str], attempt: int) -> None:
         """Tell the checkpoint writer who its peer is.
@@ -111,7 +112,7 @@ class TrainerReplicas:
 
     def _fetch(self, store: Store, generation: Generation, holder: int) -> None:
         endpoint = self._await_listed(holder)
-        key = wire.read_key(self._directory, self._attempt)
+        key = rendezvous.read_key(self._directory, self._attempt)
         began_s = time.monotonic()
         with Channel.connect(endpoint, key) as channel:
             channel.send_message(Request("give", self._rank, generation))
@@ -137,7 +138,7 @@ class TrainerReplicas:
     def _await_listed(self, holder: int) -> Endpoint:
         deadline_s = time.monotonic() + _LISTED_TIMEOUT_S
         while True:
-            endpoint = wire.find(self._directory, holder, self._attempt)
+            endpoint = rendezvous.find(self._directory, holder, self._attempt)
             if endpoint:
                 return endpoint
             if time.monotonic() > deadline_s:

@@ -223,7 +223,7 @@ class CompanionTime:
 
 # A warning that some process of a job runs out of memory: what `elastic.json` keeps of it, and `hetstream why` shows.
 #
-# Made by `memory.py` and `memory.py`; kept by `controller_state_file.py`. Pure.
+# Made by `memory.py`, and kept here. Pure.
 
 
 class MemoryWarning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

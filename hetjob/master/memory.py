@@ -332,7 +332,7 @@ def outside_of_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 # The memory of a job's trainer and companions together: says what is about to be full, and moves the trainer where its
-# script wants that. Called by `elastic.py`; `memory.py` and `memory.py` decide.
+# script wants that. Called by `elastic.py`; what is above decides.
 
 
 class MemoryWatch:

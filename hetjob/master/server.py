@@ -57,7 +57,7 @@ from hetstream.mpi_dataworkers.process.interpreter import remove_announcement
 # The job master and its dispatcher run on that node until the job ends, so a dispatcher that is started again finds it.
 
 
-def lead_to(disk: Path, job: JobEnvironment) -> None:
+def lead_to_journal(disk: Path, job: JobEnvironment) -> None:
     """Make a directory there with a name that nobody can have prepared, and the link to it.
 
     Raises:
@@ -75,7 +75,7 @@ def lead_to(disk: Path, job: JobEnvironment) -> None:
     job.work_dir.symlink_to(place)
 
 
-def remove_left(work_dir: Path) -> None:
+def remove_left_journal(work_dir: Path) -> None:
     """Remove what a dispatcher that was killed has left; of one on another node's disk only the link to it.
 
     Raises:
@@ -86,7 +86,7 @@ def remove_left(work_dir: Path) -> None:
         work_dir.unlink()
 
 
-def remove(work_dir: Path) -> None:
+def remove_journal(work_dir: Path) -> None:
     """Remove the journal, and the link to it if there is one. What cannot be removed stays."""
     shutil.rmtree(work_dir.resolve(), ignore_errors=True)
     if work_dir.is_symlink():
@@ -242,9 +242,9 @@ def start(
     try:
         make_private(job.directory, own_parents=1)
         # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
-        remove_left(job.work_dir)
+        remove_left_journal(job.work_dir)
         if config.journal_dir is not None:
-            lead_to(config.journal_dir, job)
+            lead_to_journal(config.journal_dir, job)
         remove_announcement(job.directory)
         for left in (job.address_file, job.controller_state_file, job.gpu_controller_state_file):
             left.unlink(missing_ok=True)
@@ -410,7 +410,7 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
     job.gpu_controller_state_file.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     remove_announcement(job.directory)
-    remove(work_dir)
+    remove_journal(work_dir)
 
 
 def _reachable_address(client: SlurmClient, job: JobEnvironment) -> str:

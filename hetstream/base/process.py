@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import math
 import os
 import re
 import signal
@@ -13,9 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 _generation = 0
 
@@ -85,48 +82,6 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._complete(module)
-
-
-# How far the training loop of this process is and how long it will be, where its framework knows.
-#
-# Told by the callbacks for frameworks (`checkpoint/integrations`), read by loaders, which send it along with their own
-# progress. Neither may import the other, so what both speak of is here.
-
-# A framework's word for "for ever" is a larger number.
-_MOST_STEPS = 10**12
-
-
-class TrainingProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Steps of a loader, that is batches of one rank.
-
-    Attributes:
-        done: that the training loop has taken, those before a restart among them.
-        total: that it takes in all.
-    """
-
-    done: Annotated[int, msgspec.Meta(ge=0, le=_MOST_STEPS)]
-    total: Annotated[int, msgspec.Meta(ge=1, le=_MOST_STEPS)]
-
-
-_told: TrainingProgress | None = None
-
-
-def tell(done: float, total: float) -> None:
-    """Say how far this process is. Numbers that say nothing, such as an infinite total, mean that nobody knows."""
-    global _told
-    is_known = math.isfinite(done) and done >= 0 and 1 <= total <= _MOST_STEPS
-    _told = TrainingProgress(min(int(done), int(total)), int(total)) if is_known else None
-
-
-def forget() -> None:
-    """The training loop has ended: what comes now, nobody has planned."""
-    global _told
-    _told = None
-
-
-def told() -> TrainingProgress | None:
-    """What was said last; None if nobody knows."""
-    return _told
 
 
 # How many processes a launcher has started beside this one, as its variables say it. Pure.

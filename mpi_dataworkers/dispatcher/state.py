@@ -5,7 +5,7 @@ The dispatcher hands out the steps that are inside the loader's window and not y
 token; a lease whose worker is lost, silent or unable to deliver is revoked and its missing steps are leased again.
 A batch is a pure function of its session and step, so making one twice is waste, never damage.
 
-Here messages come in and time passes. `tables.py` has what is known; `peers.py` and `peers.py` take in the
+Here messages come in and time passes. `tables.py` has what is known; `peers.py` takes in the
 messages, `leasing.py` decides who gets which steps, and `placement.py` which processes there should be.
 """
 

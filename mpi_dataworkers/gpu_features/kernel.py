@@ -6,7 +6,7 @@ where the trainer wants them. The grid is thus the cap on the multiprocessors th
 
 Registers hold every value twice: as an int64, and as a float64, of which the operator at hand says which one counts.
 What the operators mean is said in `operators.py`; a float32 is rounded where it would be there, so that the results are
-those of NumPy's float32. The layout is that of `arena.py` and `arena.py`.
+those of NumPy's float32. The layout is that of `arena.py`.
 
 What differs from batch to batch stands in the arena and not in the call, so a CUDA graph that has captured a launch can
 be replayed on another batch. Loops are `while` and not `range`: Triton's interpreter cannot count to a tensor with

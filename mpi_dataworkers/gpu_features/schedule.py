@@ -330,7 +330,7 @@ def _is_time(number: float) -> bool:
 
 # Operations on a grid of steps, some for each layer; places the operations of one feature at a time, by exact search.
 #
-# Used by `search.py` and `search.py`, which differ in the prices that an operation pays for a step. Operations of
+# Used by the two searches of `search.py`, which differ in the prices that an operation pays for a step. Operations of
 # one kind at one step are one kernel. An operation is at a later step than the one that it needs.
 
 Numbers = npt.NDArray[np.float64]

@@ -1,5 +1,5 @@
 """One shard of an IterableDataset, and the way to one of its steps: for data workers, the loader in process and its
-fallback, through `streams.py` and `streams.py`.
+fallback.
 
 A step is a function of (pipeline, seed, epoch, shard, step): before the first element, and before each step, the
 generators of `random`, NumPy and torch are seeded, so a reader that begins anew and skips comes to the same batches.

@@ -375,7 +375,7 @@ def gather(tensors: Sequence[torch.Tensor], wholes: Set[int]) -> Gathered:
     gathered = Gathered([], [firsts[id(tensor)] for tensor in tensors], [])
     for group in _groups(views):
         is_storage = not wholes.isdisjoint(view.index for view in group)
-        if len(group) > 1 or is_storage or not _is_in_order_common_memory(group[0]):
+        if len(group) > 1 or is_storage or not _lies_in_order(group[0]):
             _send_memory(group, is_storage, gathered)
         else:
             gathered.places[group[0].index] = [len(gathered.sent)]
@@ -427,7 +427,7 @@ class _View:
         return carrier.set_(self.tensor.untyped_storage(), self.tensor.storage_offset(), self.shape, self.strides)
 
 
-def _is_in_order_common_memory(view: _View) -> bool:
+def _lies_in_order(view: _View) -> bool:
     """Whether type and shape are all there is to a tensor that is alone in its memory."""
     tensor = view.tensor
     if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():

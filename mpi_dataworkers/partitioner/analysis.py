@@ -277,7 +277,7 @@ def describe(
     sizes = Effects(gives="number")
     twice = on_both_sides(captured)
     calls = [
-        _operator_describe(
+        _described_operator(
             call, captured, effects.get(call.name, sizes), (observed or {}).get(call.name), call.name in twice
         )
         for call in captured.calls
@@ -306,7 +306,7 @@ def _without_the_unneeded(operators: list[Operator], outputs: tuple[str, ...], r
     return ForwardGraph(tuple(reversed(kept)), outputs)
 
 
-def _operator_describe(
+def _described_operator(
     call: Call, captured: CapturedForward, effect: Effects, seen: Observed | None, is_twice: bool
 ) -> Operator:
     file, line, source = captured.lines.get(call.name, ("", 0, ""))
@@ -424,7 +424,7 @@ def _run(call: Call, known: dict[str, Any], seen: dict[str, Observed], failed: d
     known[call.name] = value
     before = seen.get(call.name)
     if before is None or seconds < before.seconds:
-        seen[call.name] = _observed_measure(value, seconds)
+        seen[call.name] = _observation(value, seconds)
 
 
 # What a reason begins with where an operator is right but its arguments cannot be.
@@ -447,7 +447,7 @@ def falling_borders(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return f"{FALLING_BORDERS}: {second:g}, at place {at + 1}, is below {first:g}"
 
 
-def _observed_measure(value: Any, seconds: float) -> Observed:
+def _observation(value: Any, seconds: float) -> Observed:
     if isinstance(value, torch.Tensor):
         num_bytes = value.numel() * value.element_size()
         return Observed(seconds, num_bytes, "tensor", value.dtype, value.numel(), value.device, _is_dense(value))

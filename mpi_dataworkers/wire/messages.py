@@ -18,8 +18,7 @@ end of an epoch (by count, in the loader), end of a shard whose length nobody kn
     whoever holds the job's key asks the dispatcher RequestStatus and gets Status
     the job's elastic controller tells the dispatcher SteerDataWorkers and gets Status
 
-They are defined by who speaks to whom: `messages.py`, `messages.py`, `messages.py` and
-`messages.py`; `messages.py` has what they talk about. Everybody imports them from here.
+They are in order of who speaks to whom, behind what they talk about.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from hetstream.base.process import TrainingProgress
+from hetstream.base.training_progress import TrainingProgress
 
 # What loader, dispatcher and data worker talk about: orders, sessions, programs, failures. Holds no logic.
 

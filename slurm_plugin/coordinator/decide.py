@@ -141,7 +141,7 @@ def kept_bytes(job: SharingJob, capacity_bytes: int) -> int:
     return min(capacity_bytes, job.statistics.limit_bytes) if job.statistics else 0
 
 
-def divided(available_bytes: int, demands_bytes: Mapping[str, int]) -> dict[str, int]:
+def divided_memory(available_bytes: int, demands_bytes: Mapping[str, int]) -> dict[str, int]:
     """Equal parts, of which nobody has more than he asks for; what is over goes to the others."""
     limits: dict[str, int] = {}
     left = available_bytes
@@ -151,7 +151,7 @@ def divided(available_bytes: int, demands_bytes: Mapping[str, int]) -> dict[str,
     return limits
 
 
-def stepwise(
+def stepwise_limits(
     capacity_bytes: int, before: Mapping[str, int], wanted: Mapping[str, int], may_rise: bool
 ) -> dict[str, int]:
     """The way to new limits: down at once, up by a tenth of the GPU at a time, and never by little.
@@ -212,11 +212,11 @@ class Trial:
     fastest_ns: Mapping[str, int] = field(default_factory=dict)
 
 
-def advance(trial: Trial, capacity_bytes: int, demands: Mapping[str, int], jobs: tuple[SharingJob, ...]) -> Trial:
+def advance_trial(trial: Trial, capacity_bytes: int, demands: Mapping[str, int], jobs: tuple[SharingJob, ...]) -> Trial:
     """The next state: begun anew when other jobs are there, and one move further when the last one can be judged."""
     names = {job.name for job in jobs}
     if set(trial.tried) != names:
-        limits = divided(capacity_bytes, demands)
+        limits = divided_memory(capacity_bytes, demands)
         return Trial(limits, {}, limits, _all_moves(names), _counts(jobs))
     durations = {job.name: job.statistics.mini_batch_ns for job in jobs if job.statistics}
     made = {name: count - trial.counts.get(name, 0) for name, count in _counts(jobs).items()}
@@ -312,7 +312,7 @@ class Decision:
 
 
 def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, Decision]]:
-    """What all jobs of a GPU are to do, if none of them has processes on other GPUs (`decide.py`).
+    """What all jobs of a GPU are to do, if none of them has processes on other GPUs (see `decide_all`).
 
     Args:
         state: what the call before returned.
@@ -487,9 +487,9 @@ def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
         record = seen.guaranteed.statistics or Statistics()
         peak_bytes = max(record.peak_bytes, state.pacing.history.peak_bytes)
         available = left_bytes(seen.capacity_bytes, peak_bytes + seen.agentless_bytes)
-    wanted = divided(available, demands)
+    wanted = divided_memory(available, demands)
     may_rise = now_ns - state.raised_ns >= _RAISE_NS
-    limits = stepwise(seen.capacity_bytes, state.limits, wanted, may_rise)
+    limits = stepwise_limits(seen.capacity_bytes, state.limits, wanted, may_rise)
     rises = any(limits[name] > state.limits.get(name, 0) for name in limits)
     return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns if rises else state.raised_ns)
 
@@ -508,7 +508,7 @@ def _share_memory(state: GpuState, seen: Measurements, demands: Mapping[str, int
         each_bytes = spare_bytes // max(1, len(demands))
         limits = {name: demand_bytes + each_bytes for name, demand_bytes in demands.items()}
         return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns)
-    advanced = advance(state.trial, capacity_bytes, demands, seen.opportunistic)
+    advanced = advance_trial(state.trial, capacity_bytes, demands, seen.opportunistic)
     return replace(state, limits=dict(advanced.tried), trial=advanced, raised_ns=now_ns)
 
 

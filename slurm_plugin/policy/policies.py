@@ -205,7 +205,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds under any policy; see `rules.py`, `rules.py` and `rules.py`.
+    """What holds under any policy; see `rules.py`.
 
     Attributes:
         floor: share of its greatest speed that every job has, as far as the pool goes.

@@ -22,7 +22,7 @@ from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity, W
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.agreement import Offer, OfferedRecord, Replica, choose_generation
 from hetstream.checkpoint.record.layout import Generation, checksum
-from hetstream.checkpoint.replica import wire
+from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.service import ReplicaService, for_others
 from hetstream.checkpoint.replica.trainer import TrainerReplicas
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request, order_of, peer_of, read_order, write_order
@@ -108,13 +108,13 @@ class Keeper:
         return StoreFiles(self.store.path)
 
     @property
-    def endpoint(self) -> wire.Endpoint:
-        found = wire.find(self.directory, 1, 1)
+    def endpoint(self) -> rendezvous.Endpoint:
+        found = rendezvous.find(self.directory, 1, 1)
         assert found
         return found
 
     def connect(self) -> Channel:
-        return Channel.connect(self.endpoint, wire.read_key(self.directory, 1))
+        return Channel.connect(self.endpoint, rendezvous.read_key(self.directory, 1))
 
     def keep(self, source: Store, spoil: Callable[[Channel, Segment], None] | None = None) -> Reply:
         """Send the newest generation of a store, in the way of a checkpoint writer or in another."""
@@ -153,7 +153,7 @@ def open_store(path: Path, rank: int) -> Store:
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
     directory = tmp_path / "ckpt"
     directory.mkdir()
-    wire.make_key(directory, 1)
+    rendezvous.make_key(directory, 1)
     with open_store(tmp_path / "host-1", 1) as store:
         order = order_of(HOSTS, 1, 1)
         # Its own rank has nothing to send; the peer is not there.
@@ -392,16 +392,16 @@ def test_without_replicas_nothing_of_them_stays(keeper: Keeper, source: Store) -
 
 
 def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
-    wire.make_key(tmp_path, 1)
+    rendezvous.make_key(tmp_path, 1)
     (path,) = (tmp_path / "replicas").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o640)
     with pytest.raises(ForeignOwner):
-        wire.read_key(tmp_path, 1)
-    wire.make_key(tmp_path, 2)
+        rendezvous.read_key(tmp_path, 1)
+    rendezvous.make_key(tmp_path, 2)
     with pytest.raises(ReplicaError):
-        wire.read_key(tmp_path, 1)
-    wire.remove_key(tmp_path, 2)
+        rendezvous.read_key(tmp_path, 1)
+    rendezvous.remove_key(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -450,7 +450,7 @@ class Pair:
 @pytest.fixture
 def pair(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Pair]:
     (tmp_path / "ckpt").mkdir()
-    wire.make_key(tmp_path / "ckpt", 1)
+    rendezvous.make_key(tmp_path / "ckpt", 1)
     with contextlib.ExitStack() as undo:
         made = Pair(tmp_path, wait_until, undo)
         made.trainer(0)
@@ -474,7 +474,7 @@ def test_writers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
         stdin.close()
     assert [writer.wait(TIMEOUT_S) for writer in writers] == [0, 0]
     assert find_stores([pair.path / "host-0", pair.path / "host-1"]) == []
-    wire.remove_key(pair.directory, 1)
+    rendezvous.remove_key(pair.directory, 1)
     assert not (pair.directory / "replicas").exists()
 
 

@@ -14,9 +14,10 @@ import pytest
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity
 from hetstream.checkpoint.record.layout import Generation
-from hetstream.checkpoint.replica import wire
+from hetstream.checkpoint.replica import rendezvous, wire
+from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.service import _MAX_UNKNOWN, ReplicaService, UnknownCallers
-from hetstream.checkpoint.replica.wire import Channel, Endpoint, Reply, Request, order_of
+from hetstream.checkpoint.replica.wire import Channel, Reply, Request, order_of
 
 TIMEOUT_S = 20.0
 # Loopback addresses of the crowd; a peer comes from 127.0.0.1.
@@ -45,13 +46,13 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     """Where the checkpoint writer of rank 1 listens; its key is in the directory beside it."""
     directory = tmp_path / "ckpt"
     directory.mkdir()
-    wire.make_key(directory, 1)
+    rendezvous.make_key(directory, 1)
     (tmp_path / "host-1").mkdir()
     with Store.open(StoreIdentity("77", 0, 1, directory), shared_memory=tmp_path / "host-1") as store:
         order = order_of(("127.0.0.1", "127.0.0.2"), 1, 1)
         service = ReplicaService(StoreFiles(store.path), directory, order, lambda *_: None)
         try:
-            found = wire.find(directory, 1, 1)
+            found = rendezvous.find(directory, 1, 1)
             assert found
             yield found
         finally:
@@ -61,7 +62,7 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
 def ask(endpoint: Endpoint, directory: Path) -> float:
     """Do what a peer does, and return how long it took."""
     began_s = time.monotonic()
-    with Channel.connect(endpoint, wire.read_key(directory, 1)) as channel:
+    with Channel.connect(endpoint, rendezvous.read_key(directory, 1)) as channel:
         channel.send_message(Request("give", 1, Generation(1, 1)))
         assert "no step 1" in channel.receive_message(Reply).error
     return time.monotonic() - began_s

@@ -388,9 +388,13 @@ def _imports(name: str, value: Any) -> bool:
     """
     kind = value if isinstance(value, FunctionType | type) else type(value)
     package = kind.__module__.partition(".")[0]
-    spec = sys.modules[name].__spec__
+    # Not as an attribute: a module that is loaded when it is used would be loaded by that.
+    spec = vars(sys.modules[name]).get("__spec__")
     find = getattr(spec.loader if spec is not None else None, "get_code", None)
-    code = find(name) if find is not None else None
+    try:
+        code = find(name) if find is not None else None
+    except (ImportError, OSError, SyntaxError):
+        return False  # its file is gone or another one by now
     return package not in _SCRIPTS and code is not None and _names(code, package)
 
 

@@ -34,11 +34,14 @@ $(VENV)/.ready: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# Not compiled: of 14,000 modules most are never imported, and half of the time went into them.
 	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)" -e '.[dev]' --no-compile
+	@# The throw-away cluster is a command of the checkout alone.
+	@printf '#!%s\nimport sys\n\nsys.path.insert(0, "%s")\nfrom tests.devcluster.__main__ import main\n\nsys.exit(main())\n' \
+	  "$(CURDIR)/$(BIN)/python" "$(CURDIR)" >$(BIN)/devcluster && chmod +x $(BIN)/devcluster
 	@touch $@
 
 # Real Slurm for the demo and the tests; without root or apt both go on without it and say so.
 slurm: venv
-	@$(BIN)/hetstream devcluster install || echo "Slurm is not installed: tests marked slurm will skip" >&2
+	@$(BIN)/python -m tests.devcluster install || echo "Slurm is not installed: tests marked slurm will skip" >&2
 
 # Interpreters, shells and the like; what cannot be had is said here, and its tests are skipped.
 programs: venv
@@ -82,7 +85,7 @@ test: venv slurm programs style
 # The tests of a site with accounting need slurmdbd and MariaDB, too. Public scripts that cannot be had are named, and
 # where too few can, the test that needs them is skipped.
 test-all: venv slurm all-programs lint compiled test-oldest-torch
-	@$(BIN)/hetstream devcluster install --site accounting || echo "slurmdbd is not installed: its tests fail" >&2
+	@$(BIN)/python -m tests.devcluster install --site accounting || echo "slurmdbd is not installed: its tests fail" >&2
 	-$(BIN)/python tests/peers/sbatch_corpus.py $(if $(CLONES),--clones $(CLONES))
 	$(BIN)/pytest
 

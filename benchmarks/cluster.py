@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness import say
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.programs import missing_programs
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
-from hetstream.slurm_plugin.errors import TeardownFailed
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.errors import TeardownFailed
+from tests.devcluster.programs import missing_programs
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.teardown import tear_down
 
 # A thousand processes do not end on two cores within the ten seconds that one try takes.
 _TEARDOWN_TRIES = 10
@@ -23,7 +23,7 @@ _TEARDOWN_TRIES = 10
 def why_no_cluster() -> str:
     """Why none can be started here; "" if it can."""
     if os.geteuid() != 0 or missing_programs():
-        return "needs root and Debian's Slurm: hetstream devcluster install"
+        return "needs root and Debian's Slurm: devcluster install"
     return ""
 
 

@@ -40,7 +40,6 @@ from hetstream.hetjob.site.messages import SetPolicy, ShowPolicy
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.settings import Pace, PolicySettings
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from hetstream.slurm_plugin.policy.policies import Rules
 from hetstream.slurm_plugin.policy.rules import MoveCost
 from hetstream.slurm_plugin.simulate import metrics
@@ -49,6 +48,7 @@ from hetstream.slurm_plugin.simulate.sacct import error_of, same_order
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario, WorkerOptions
 from hetstream.slurm_plugin.simulate.usage_log import Outcome
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, parse
+from tests.devcluster.spec import ClusterShape
 
 # With twice the GPUs for each task jobs wait in Slurm's queue while data workers come and go.
 CROWDED = "srtf crowded"

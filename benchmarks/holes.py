@@ -25,7 +25,7 @@ from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
 from benchmarks.processes import wait
 from hetstream.base.errors import HetstreamError
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from tests.devcluster.spec import ClusterShape
 
 ALONE, IN_HOLES = "no data workers", "in holes"
 SYSTEMS = {ALONE: None, "as long as the job": "", IN_HOLES: " --data-worker-time-min=1"}

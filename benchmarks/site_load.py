@@ -29,7 +29,7 @@ from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.client import SiteSettings, TcpAddress, ask
 from hetstream.hetjob.site.messages import AskStatus, ShowStatus
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from tests.devcluster.spec import ClusterShape
 
 NUM_JOBS, NUM_WAITING, MINUTE_S, NUM_QUESTIONS = 1000, 100, 60.0, 30
 QUICK = (20, 4, 5.0, 3)

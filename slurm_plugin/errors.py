@@ -36,62 +36,22 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.text import shortened
 
 __all__ = [
-    "BootFailed",
-    "ClusterExists",
     "DaemonStateError",
     "DamagedRecord",
-    "DevclusterError",
     "HistoryError",
-    "InstallFailed",
     "ModelError",
-    "NetworkFailed",
-    "NoCluster",
     "NodesHidden",
     "PolicyError",
     "QuotaError",
     "ServeError",
     "SimulationFault",
     "SimulationInputError",
-    "SlurmMissing",
     "StillInUse",
-    "TeardownFailed",
     "UnknownJob",
     "UnreadableAnswer",
     "UnsafePlace",
     "UnsupportedSlurm",
 ]
-
-
-class DevclusterError(HetstreamError):
-    """Something about the throw-away Slurm cluster."""
-
-
-class SlurmMissing(DevclusterError):
-    """Programs or packages that the cluster needs are not on this machine."""
-
-
-class InstallFailed(DevclusterError):
-    """apt could not install or fetch Slurm's packages."""
-
-
-class ClusterExists(DevclusterError):
-    """The state directory is used by a running cluster, or by something else."""
-
-
-class NoCluster(DevclusterError):
-    """No cluster lives in the state directory."""
-
-
-class BootFailed(DevclusterError):
-    """A daemon ended, or the nodes were not idle in time."""
-
-
-class NetworkFailed(DevclusterError):
-    """The network of a cluster could not be made or removed."""
-
-
-class TeardownFailed(DevclusterError):
-    """Processes of the cluster outlived SIGKILL."""
 
 
 class DamagedRecord(HetstreamError):

@@ -28,13 +28,13 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from hetstream.slurm_plugin.client.run import CompletedCommand, run_slurm
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.kernel import mount_memory, unshare_mounts
-from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms, missing_programs
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.kernel import mount_memory, unshare_mounts
+from tests.devcluster.programs import SlurmPrograms, missing_programs
+from tests.devcluster.record import ClusterRecord
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.teardown import tear_down
 from tests.huge_pages import move_into_huge_pages
 
 pytest_plugins = ("tests.skips",)
@@ -127,7 +127,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("booting Slurm needs root")
         missing = missing_programs()
         if missing:
-            pytest.skip(f"Slurm is not installed ({', '.join(missing)}): hetstream devcluster install")
+            pytest.skip(f"Slurm is not installed ({', '.join(missing)}): devcluster install")
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.apt import has_apt, run_quietly
-from hetstream.slurm_plugin.devcluster.roots import KEYRINGS, _apt_options, _mirror, loader
-from hetstream.slurm_plugin.errors import InstallFailed
+from tests.devcluster.apt import has_apt, run_quietly
+from tests.devcluster.errors import InstallFailed
+from tests.devcluster.roots import KEYRINGS, _apt_options, _mirror, loader
 from tests.environment import share_packages
 
 # Debian has it in no stable release.

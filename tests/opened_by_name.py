@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("slurm_plugin", "hetjob", "mpi_dataworkers", "checkpoint", "hetstream/base")
+PACKAGES = ("slurm_plugin", "hetjob", "mpi_dataworkers", "checkpoint", "hetstream/base", "tests/devcluster")
 # By the module that they are of, however it is imported. What only looks (`os.stat`, `exists`) opens nothing.
 FUNCTIONS = {
     "": "open",

@@ -107,9 +107,9 @@ ROWS: dict[str, dict[str, str]] = {
             "_began _has_torch _own_word _uid_of guaranteed_processes*2 slurm_job_of"
         ),
         "slurm_plugin/coordinator/gpus.py": "driver",
-        "slurm_plugin/devcluster/cgroups.py": "enter*2 groups_of remove_groups",
-        "slurm_plugin/devcluster/kernel.py": "- enter_namespace",
-        "slurm_plugin/devcluster/processes.py": "_command _environment _stat cluster_processes",
+        "tests/devcluster/cgroups.py": "enter*2 groups_of remove_groups",
+        "tests/devcluster/kernel.py": "- enter_namespace",
+        "tests/devcluster/processes.py": "_command _environment _stat cluster_processes",
         "slurm_plugin/insight/utilisation.py": "_mount_points",
     },
     "network": {
@@ -119,8 +119,8 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/transports/zmq.py": (
             "ZmqDispatcherEndpoint.__init__ _Gate.__init__ _ZmqControl._connect _ZmqControl._look_for_port"
         ),
-        "slurm_plugin/devcluster/boot.py": "_is_free",
-        "slurm_plugin/devcluster/supervisor.py": "_is_ready",
+        "tests/devcluster/boot.py": "_is_free",
+        "tests/devcluster/supervisor.py": "_is_ready",
     },
     "installed": {
         "hetstream/base/installed.py": "_requirement*2",
@@ -138,8 +138,8 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/process/interpreter.py": "take_hash_seed",
         "slurm_plugin/cli/gpu.py": "run_gpu_run",
         "slurm_plugin/client/run.py": "_run become",
-        "slurm_plugin/devcluster/apt.py": "run_quietly",
-        "slurm_plugin/devcluster/namespaces.py": "_ip",
+        "tests/devcluster/apt.py": "run_quietly",
+        "tests/devcluster/namespaces.py": "_ip",
         "slurm_plugin/install/doctor.py": "read_gpus",
         "slurm_plugin/submit/program.py": "become",
     },
@@ -148,7 +148,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/master/server.py": "hole_options",
         "hetjob/site/client.py": "in_site_file read_settings",
         "slurm_plugin/cli/install.py": "_lua _notes _programs _text_of",
-        "slurm_plugin/devcluster/install.py": "_forbids_starts no_service_starts*8",
+        "tests/devcluster/install.py": "_forbids_starts no_service_starts*8",
         "slurm_plugin/install/doctor.py": "_texts missing_files modules_of",
     },
     "named": {
@@ -246,19 +246,17 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/model/history.py": "JobHistory._connect*3 JobHistory._key_of_place _read_key*2",
     },
     "devcluster": {
-        "slurm_plugin/devcluster/boot.py": (
-            "_check_can_boot _log_tail _make_fake_gpu*2 _make_files*11 _start_supervisor*3"
-        ),
-        "slurm_plugin/devcluster/record.py": "_read_json _write_json*2",
-        "slurm_plugin/devcluster/site_setup.py": (
+        "tests/devcluster/boot.py": ("_check_can_boot _log_tail _make_fake_gpu*2 _make_files*11 _start_supervisor*3"),
+        "tests/devcluster/record.py": "_read_json _write_json*2",
+        "tests/devcluster/site_setup.py": (
             "_make_database*2 _make_own_run*4 _make_shared_gpus*4 _write_script*2 make_files*2"
         ),
-        "slurm_plugin/devcluster/status.py": "_with_power",
-        "slurm_plugin/devcluster/supervisor.py": "_become*3 main",
-        "slurm_plugin/devcluster/teardown.py": "_remove_files*4 _remove_if_empty*2",
+        "tests/devcluster/status.py": "_with_power",
+        "tests/devcluster/supervisor.py": "_become*3 main",
+        "tests/devcluster/teardown.py": "_remove_files*4 _remove_if_empty*2",
     },
     "devcluster cache": {
-        "slurm_plugin/devcluster/roots.py": "_adapt_programs*3 _build*9 loader prepare_root*4",
+        "tests/devcluster/roots.py": "_adapt_programs*3 _build*9 loader prepare_root*4",
     },
     "install": {
         "slurm_plugin/install/installation.py": "_digest _write*3 install read_record uninstall*6",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.install import Wanted, install
-from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
+from tests.devcluster.errors import InstallFailed, SlurmMissing
+from tests.devcluster.install import Wanted, install
 
 PACKAGES = {
     "bash": ("bash",),

@@ -67,7 +67,6 @@ MAY_IMPORT_WITHIN = {
         "daemon": {"", "client", "placement", "policy", "insight"},
         "simulate": {"errors", "client", "placement", "policy", "packing", "insight"},
         "render": {"errors", "client", "coordinator", "insight", "simulate"},
-        "devcluster": {"", "client", "submit", "packing", "install"},
         "cli": {
             "",
             "client",
@@ -82,7 +81,6 @@ MAY_IMPORT_WITHIN = {
             "daemon",
             "simulate",
             "render",
-            "devcluster",
         },
     },
     "checkpoint": {

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.slurm_plugin.cli import VERBS, build_parser
+from tests.devcluster.__main__ import build_parser as devcluster_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("sbatch_templates/**/*.md")])
@@ -34,12 +35,12 @@ FOLDERS = (
 
 
 def commands(path: Path) -> Iterator[list[str]]:
-    """Every `hetstream ...` command line of the document's code blocks, without prompt, comment and output."""
+    """Every `hetstream` and `devcluster` command of the document's code blocks, without prompt, comment and output."""
     for block in re.findall(r"```(?:console|bash)\n(.*?)```", path.read_text(), re.DOTALL):
         for line in block.splitlines():
             text = re.sub(r"^[$#] ", "", line)
-            if re.match(r"hetstream \w", text):
-                yield shlex.split(text, comments=True)[1:]
+            if re.match(r"(hetstream|devcluster) \w", text):
+                yield shlex.split(text, comments=True)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
@@ -67,8 +68,12 @@ def test_anchors_of_links_lead_to_headings(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 def test_commands_exist_as_shown(path: Path) -> None:
     for words in commands(path):
-        assert words[0] in VERBS, f"hetstream {words[0]}"
-        build_parser(words[0]).parse_known_args(words)  # exits with 2 on a wrong option
+        # Exits with 2 on a wrong option.
+        if words[0] == "devcluster":
+            devcluster_parser().parse_known_args(words[1:])
+        else:
+            assert words[1] in VERBS, f"hetstream {words[1]}"
+            build_parser(words[1]).parse_known_args(words[1:])
 
 
 def test_the_tests_that_failure_modes_names_exist() -> None:

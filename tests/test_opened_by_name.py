@@ -35,15 +35,16 @@ from hetstream.slurm_plugin.cli.packer import alone
 from hetstream.slurm_plugin.cli.report import write_whole
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
 from hetstream.slurm_plugin.daemon.store import Store
-from hetstream.slurm_plugin.devcluster import roots, site_setup
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord, write_record
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from hetstream.slurm_plugin.insight.observation import History, Sample
 from hetstream.slurm_plugin.install.installation import RECORD, install
 from hetstream.slurm_plugin.submit.conversion import _surroundings
 from tests.base.users import STRANGER, needs_root
+from tests.devcluster import roots, site_setup
+from tests.devcluster.__main__ import main as devcluster
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.programs import SlurmPrograms
+from tests.devcluster.record import ClusterRecord, write_record
+from tests.devcluster.spec import ClusterShape
 from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, made, refusal_of
 from tests.hostile_trainings import TRAININGS
 from tests.opened_by_name import ROOT, Sites, script_sites, sites, words_in
@@ -56,7 +57,8 @@ Runs = Callable[[str, Dirt], str]
 
 def verb(line: str) -> str:
     """What a command says, by its exit code."""
-    code = main(line.split())
+    name, *words = line.split()
+    code = devcluster(words) if name == "devcluster" else main([name, *words])
     if code:
         raise SystemExit(f"exit code {code}")
     return "done"

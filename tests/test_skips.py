@@ -102,7 +102,7 @@ def test_what_cannot_be_installed_is_said_and_the_others_are(
     )
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.install.POLICY_FILE", tmp_path / "policy-rc.d")
+    monkeypatch.setattr("tests.devcluster.install.POLICY_FILE", tmp_path / "policy-rc.d")
     programs.main([])
     reasons = [line for line in capsys.readouterr().err.splitlines() if line.endswith("Its tests are skipped")]
     assert len(reasons) == len(programs.PACKAGES) - 1

@@ -27,6 +27,7 @@ import h5py
 import report
 
 HERE = Path(__file__).resolve().parent
+DEVCLUSTER = str(Path(sys.executable).with_name("devcluster"))  # of a checkout
 SLURM_OUT = "digits-*.out"  # train.sbatch's --output
 LOCAL_OUT = "digits-local.out"
 LOCAL_DATA_WORKERS = 2  # as in train.sbatch
@@ -89,7 +90,7 @@ def place(force_local: bool) -> Iterator[Place]:
     try:
         try:
             say("booting a throw-away Slurm cluster: 2 GPU nodes (fake GPUs) and 4 CPU nodes")
-            facts = json.loads(command(["hetstream", "devcluster", "up", "--name", name, "--json"]))
+            facts = json.loads(command([DEVCLUSTER, "up", "--name", name, "--json"]))
         except DemoError as error:
             say(f"local backend: the cluster did not start: {error}")
             facts = None
@@ -97,19 +98,21 @@ def place(force_local: bool) -> Iterator[Place]:
             yield Place("local", "the throw-away Slurm cluster did not start")
         else:
             say(f"Slurm {facts['slurm_version']} is up: {' '.join(facts['nodes'])}")
-            prefix = ("hetstream", "devcluster", "exec", "--name", name, "--")
+            prefix = (DEVCLUSTER, "exec", "--name", name, "--")
             yield Place("slurm", "a throw-away cluster on this machine", prefix, facts["slurm_version"])
     finally:
         # From here on an impatient Ctrl-C must not leave daemons behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        say(command(["hetstream", "devcluster", "down", "--name", name], start_new_session=True).strip())
+        say(command([DEVCLUSTER, "down", "--name", name], start_new_session=True).strip())
 
 
 def why_no_cluster() -> str | None:
     if os.geteuid() != 0:
         return "a Slurm cluster needs root"
-    facts = json.loads(command(["hetstream", "devcluster", "install", "--dry-run", "--json"]))
+    if not Path(DEVCLUSTER).exists():
+        return "a throw-away cluster needs a checkout with `make venv`"
+    facts = json.loads(command([DEVCLUSTER, "install", "--dry-run", "--json"]))
     return f"Slurm is not installed: {', '.join(facts['missing'])} missing" if facts["missing"] else None
 
 

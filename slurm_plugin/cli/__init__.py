@@ -56,7 +56,6 @@ VERBS = {
     "filter": "plan the conversion of an sbatch (called by the cli_filter plugin)",
     "install": "place the Lua plugins, systemd units, man pages and completion",
     "uninstall": "take away what install placed",
-    "devcluster": "boot a throw-away Slurm cluster on this machine",
 }
 # What a write says that finds no room; it names no file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -81,7 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code. The console script `hetstream` is this function."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, action, *_ = *(word for word in arguments if not word.startswith("-")), None, None
-    args = build_parser(verb if verb in VERBS else "", action).parse_args(arguments)
+    return call(f"hetstream {verb}", build_parser(verb if verb in VERBS else "", action).parse_args(arguments))
+
+
+def call(name: str, args: argparse.Namespace) -> int:
+    """Run what the parser chose and return its exit code, with every error one line on stderr that begins with `name`.
+
+    Args:
+        name: What the user typed, such as `hetstream why`.
+        args: `run`, a function of these arguments, and `verbose`.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO, handlers=[handler])
@@ -94,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (HetstreamError, UntrustedFile) as error:
         if args.verbose:
-            logging.getLogger(__name__).exception("hetstream %s failed", verb)
+            logging.getLogger(__name__).exception("%s failed", name)
         # The lines are ours; what stands in them may be from a file.
         text = "\n".join(map(printable, str(error).split("\n")))
-        print(f"hetstream {verb}: {type(error).__name__}: {text}", file=sys.stderr)
+        print(f"{name}: {type(error).__name__}: {text}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | OptionsError) else 1
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has enough.
@@ -107,14 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno in _FULL and error.filename is None and not args.verbose:
             _flush_or_drop()
             problem = f"{error.strerror}: what it writes, to stdout or a file, is cut off"
-            print(f"hetstream {verb}: {problem}", file=sys.stderr)
+            print(f"{name}: {problem}", file=sys.stderr)
             return 1
         # A path that the user gave cannot be read or written; an error without a path is a fault of ours.
         if error.filename is None or args.verbose:
             raise
         path = str(error.filename)
         print(
-            f"hetstream {verb}: {type(error).__name__}: {printable(path)}: {error.strerror}. "
+            f"{name}: {type(error).__name__}: {printable(path)}: {error.strerror}. "
             f"Check: namei -l {printable(shlex.quote(path))}",
             file=sys.stderr,
         )

@@ -111,7 +111,7 @@ def _run(
 def become(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> NoReturn:
     """Turn this process into a command: its standard streams, signals, process id and exit code are the user's.
 
-    For commands that the user sees as if they had typed them (`hetstream devcluster exec`).
+    For commands that the user sees as if they had typed them (`hetstream sbatch`).
 
     Raises:
         SlurmCommandError: the command could not be started; otherwise this never returns.
@@ -127,7 +127,7 @@ def become(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> NoRe
 
 def _cannot_start(argv: Sequence[str], exc: OSError | ValueError) -> SlurmCommandError:
     reason = str(exc)
-    advice = "Run this where Slurm's commands are installed, or try: hetstream devcluster up --install"
+    advice = "Run this where Slurm's commands are installed"
     if isinstance(exc, OSError):
         reason = exc.strerror or reason
         advice = "Its words are longer than the kernel takes" if exc.errno == errno.E2BIG else advice

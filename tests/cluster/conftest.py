@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.cgroups import groups_of, why_not
-from hetstream.slurm_plugin.devcluster.programs import host_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from tests.cluster.packing_site import Site, packing_cluster, training_site
 from tests.conftest import WaitUntil
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.cgroups import groups_of, why_not
+from tests.devcluster.programs import host_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 
 @pytest.fixture(scope="module")

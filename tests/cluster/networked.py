@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.network import VirtualHost
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.network import VirtualHost
+from tests.devcluster.record import ClusterRecord
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from tests.programs import require
 
 

@@ -23,15 +23,15 @@ from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow, ShowGpu
 from hetstream.slurm_plugin.cli.packing_arguments import gpu_readings
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.coordinator.table import GpuRow, ProcessRow, look
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.processes import cluster_processes
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 from tests.conftest import WaitUntil
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.processes import cluster_processes
+from tests.devcluster.record import ClusterRecord
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 STEPS = 80
 OPTIONS = "#SBATCH --partition=opp --comment=hetstream:gpu-memory=128M\n"

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.install.installation import LUA_DIR, hook_text
 from hetstream.slurm_plugin.submit.program import own_program
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.record import ClusterRecord
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 PROGRAM = Path(__file__).parent / "programs" / "train.py"

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.programs import host_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.programs import host_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from tests.programs import require
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"

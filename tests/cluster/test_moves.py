@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.clients.elastic_job import ElasticJob
 from hetstream.hetjob.site.client import UnixAddress
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from tests.cluster.networked import Cluster, networked_cluster
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 # Beside a trainer of two CPUs two data workers have room, and elsewhere more than are wanted.

@@ -26,10 +26,10 @@ from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.site.client import SiteSettings, TcpAddress, ask
 from hetstream.hetjob.site.messages import AskStatus, ShowStatus
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.network import CONTROLLER
-from hetstream.slurm_plugin.devcluster.record import read_daemons
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from tests.cluster.networked import Cluster, networked_cluster
+from tests.devcluster.network import CONTROLLER
+from tests.devcluster.record import read_daemons
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 

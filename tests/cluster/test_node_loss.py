@@ -15,8 +15,8 @@ import pytest
 
 from hetstream.checkpoint.disk import commit
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from tests.cluster.networked import Cluster, networked_cluster
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(600)]
 

@@ -16,13 +16,13 @@ from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow, ShowGpu
 from hetstream.mpi_dataworkers.process.faults import FAULTS
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.client.values import parse_gres
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 from tests.conftest import WaitUntil
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.record import ClusterRecord
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(400)]
 OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.cgroups import why_not
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from tests.conftest import WaitUntil
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.cgroups import why_not
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 pytestmark = pytest.mark.slurm

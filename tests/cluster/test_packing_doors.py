@@ -23,14 +23,14 @@ from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.site.messages import GpuNow, NodeGpus, ShowGpus
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.client.values import expand
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.state import PackingEvent
 from tests.conftest import WaitUntil
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.record import ClusterRecord
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 ROOT = Path(__file__).resolve().parents[2]

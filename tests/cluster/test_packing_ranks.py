@@ -18,13 +18,13 @@ import pytest
 from hetstream.hetjob.site.messages import NodeGpus, ShowGpus
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.coordinator.table import GpuTable, GpuWatch, ProcessRow, look
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from tests.cluster.packing_site import RULES, Site
 from tests.conftest import WaitUntil
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from tests.slurm_plugin.coordinator.conftest import TRAIN_RANKS, ranks_alone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]

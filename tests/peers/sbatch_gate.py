@@ -30,11 +30,11 @@ from pathlib import Path
 
 from hetstream.hetjob.convert.sbatch_options import megabytes
 from hetstream.slurm_plugin.client.values import expand
-from hetstream.slurm_plugin.devcluster.boot import boot
-from hetstream.slurm_plugin.devcluster.render import version_tuple
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from tests.devcluster.boot import boot
+from tests.devcluster.render import version_tuple
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT
+from tests.devcluster.teardown import tear_down
 from tests.peers import sbatch_corpus
 from tests.peers.sbatch_site import DATA_WORKER_PARTITION, boot_request, commands_after_boot, named_in
 

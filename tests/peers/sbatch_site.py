@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetstream.slurm_plugin.client.values import expand
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.spec import ClusterShape
 
 # The partition of the data workers, with the one node that is real.
 DATA_WORKER_PARTITION = "cpu"

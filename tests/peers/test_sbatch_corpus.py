@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT
 from tests.peers import sbatch_corpus, sbatch_gate
 from tests.peers.sbatch_gate import Case, Submitter, compare, differences, foreign
 from tests.peers.sbatch_site import boot_request, commands_after_boot, named_in

@@ -1,4 +1,4 @@
-"""Clusters like kinds of sites, `hetstream devcluster up --site`, and what hetstream tells there."""
+"""Clusters like kinds of sites, `devcluster up --site`, and what hetstream tells there."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.boot import BootRequest
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.sites import ACCOUNTING
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 PROGRAM = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
+from tests.devcluster.sites import ACCOUNTING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (ACCOUNTING,)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.sites import AUTH_SLURM
-from hetstream.slurm_plugin.devcluster.status import observe
+from tests.devcluster.sites import AUTH_SLURM
+from tests.devcluster.status import observe
 
 pytestmark = [
     pytest.mark.slurm,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.sites import CONFIGLESS
+from tests.devcluster.sites import CONFIGLESS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (CONFIGLESS,)

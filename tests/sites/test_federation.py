@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
+from tests.devcluster.sites import ACCOUNTING
 from tests.sites.conftest import HETSTREAM
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.devcluster.sites import GPU_KINDS
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from tests.devcluster.sites import GPU_KINDS
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 KINDS = (GPU_KINDS,)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING, GPU_KINDS
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from tests.devcluster.sites import ACCOUNTING, GPU_KINDS
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (ACCOUNTING, GPU_KINDS)

@@ -13,10 +13,10 @@ import pytest
 
 from hetstream.hetjob.site.messages import ShowGpus
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
-from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingEvent
+from tests.devcluster.sites import ACCOUNTING
+from tests.devcluster.spec import ClusterShape
 from tests.sites.conftest import Site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]

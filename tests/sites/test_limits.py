@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.slurm_plugin.devcluster.sites import LIMITS
+from tests.devcluster.sites import LIMITS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (LIMITS,)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.sites import LIMITS
+from tests.devcluster.sites import LIMITS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (LIMITS,)

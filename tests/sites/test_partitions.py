@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.sites import EXCLUSIVE, HIDDEN
+from tests.devcluster.sites import EXCLUSIVE, HIDDEN
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (HIDDEN, EXCLUSIVE)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = ()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.record import read_record
-from hetstream.slurm_plugin.devcluster.sites import POWER_SAVING
-from hetstream.slurm_plugin.devcluster.status import observe
+from tests.devcluster.record import read_record
+from tests.devcluster.sites import POWER_SAVING
+from tests.devcluster.status import observe
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (POWER_SAVING,)

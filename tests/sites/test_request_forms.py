@@ -21,9 +21,9 @@ import pytest
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.devcluster.sites import GPU_KINDS
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from hetstream.slurm_plugin.insight.why import Explainer
+from tests.devcluster.sites import GPU_KINDS
+from tests.devcluster.spec import ClusterShape
 from tests.sites.conftest import HETSTREAM
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.sites import RESERVATIONS
+from tests.devcluster.sites import RESERVATIONS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (RESERVATIONS,)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from tests.devcluster.spec import ClusterShape
 from tests.sites.conftest import HETSTREAM
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]

@@ -31,8 +31,8 @@ def test_failure_holds_everything() -> None:
     assert (error.argv, error.returncode, error.stdout, error.stderr) == (argv, 3, "out\n", "Invalid account\n")
 
 
-def test_missing_program_names_the_way_to_slurm() -> None:
-    with pytest.raises(SlurmCommandError, match=r"No such file.*hetstream devcluster") as caught:
+def test_a_missing_program_says_where_to_run_it() -> None:
+    with pytest.raises(SlurmCommandError, match=r"No such file.*Run this where") as caught:
         run_slurm(["no-such-sbatch"])
     assert caught.value.returncode == EXIT_NOT_FOUND
 

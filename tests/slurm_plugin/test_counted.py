@@ -25,12 +25,12 @@ from hetstream.slurm_plugin.client.parse_text import node_states
 from hetstream.slurm_plugin.client.read import ended_on_whole_nodes, with_held_gpus
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.nodes import Size, pool_room_of
-from hetstream.slurm_plugin.devcluster.record import read_daemons
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.observation import Reading, observe
 from hetstream.slurm_plugin.insight.utilisation import Window
 from hetstream.slurm_plugin.insight.why import Explainer
 from hetstream.slurm_plugin.render.metrics import ClusterCollector
+from tests.devcluster.record import read_daemons
 
 NOW_S = 1e9
 # Every word that slurmctld can say of a node, base states and flags (22.05 to 26.05), and whether a job of anybody can

@@ -36,12 +36,12 @@ from hetstream.hetjob.site.messages import (
 )
 from hetstream.mpi_dataworkers.process.faults import POINTS
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_daemons
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
 from hetstream.slurm_plugin.insight.observation import History
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.record import ClusterRecord, read_daemons
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.teardown import tear_down
 
 NOBODY = 65534
 

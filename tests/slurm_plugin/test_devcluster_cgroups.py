@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.cgroups import HIERARCHIES, groups_of, remove_groups, why_not
-from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms, host_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import plan_teardown
-from hetstream.slurm_plugin.errors import BootFailed
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.cgroups import HIERARCHIES, groups_of, remove_groups, why_not
+from tests.devcluster.errors import BootFailed
+from tests.devcluster.programs import SlurmPrograms, host_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.teardown import plan_teardown
 
 DEVICES = "for n in 0 1 2 3; do head -c1 {} >&2 && echo $n; done; true"
 

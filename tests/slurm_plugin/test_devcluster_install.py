@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.devcluster import install
-from hetstream.slurm_plugin.devcluster.roots import RELEASES, prepare_root, root_of
-from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
+from tests.devcluster import install
+from tests.devcluster.__main__ import main
+from tests.devcluster.errors import InstallFailed, SlurmMissing
+from tests.devcluster.roots import RELEASES, prepare_root, root_of
 
 
 @pytest.fixture
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A PATH without Slurm and apt; returns its directory, to put programs in."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr("tests.devcluster.programs.SYSTEM_PATH", str(tmp_path))
     return tmp_path
 
 
@@ -35,7 +35,7 @@ def forbids(policy: Path) -> bool:
 
 def test_without_apt_it_says_exactly_what_is_missing(bare_machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(bare_machine, "munged", "exit 0")
-    assert main(["devcluster", "install"]) == 1
+    assert main(["install"]) == 1
     said = capsys.readouterr().err
     assert "slurmctld, slurmd, sbatch" in said
     assert "munged" not in said
@@ -48,15 +48,15 @@ def test_without_root_it_says_so(
 ) -> None:
     put(bare_machine, "apt-get", "exit 0")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert main(["devcluster", "install"]) == 1
+    assert main(["install"]) == 1
     assert "user id 1000 is not root" in capsys.readouterr().err
 
 
 def test_up_without_slurm_names_the_command(
     bare_machine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["devcluster", "up", "--state-dir", str(tmp_path / "c")]) == 1
-    assert "hetstream devcluster install" in capsys.readouterr().err
+    assert main(["up", "--state-dir", str(tmp_path / "c")]) == 1
+    assert "devcluster install" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
 
 
@@ -135,7 +135,7 @@ def test_a_root_that_fails_leaves_nothing(bare_machine: Path, monkeypatch: pytes
     put(bare_machine, "apt-get", "echo no network; exit 100")
     keyring = bare_machine / "keyring.gpg"
     keyring.touch()
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.roots.KEYRINGS", (keyring,))
+    monkeypatch.setattr("tests.devcluster.roots.KEYRINGS", (keyring,))
     cache = tmp_path / "cache"
     (cache / ".partial-old").mkdir(parents=True)
     with pytest.raises(InstallFailed, match="no network"):

@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.devcluster import namespaces
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.namespaces import NETNS_DIR, free_subnet, left_of, make_network, remove_network
-from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, choose_subnet, plan_network
-from hetstream.slurm_plugin.devcluster.programs import host_programs
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_record, write_record
-from hetstream.slurm_plugin.devcluster.render import slurm_conf
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape, ClusterSpec
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
-from hetstream.slurm_plugin.errors import BootFailed, NetworkFailed
+from tests.devcluster import namespaces
+from tests.devcluster.__main__ import main
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.errors import BootFailed, NetworkFailed
+from tests.devcluster.namespaces import NETNS_DIR, free_subnet, left_of, make_network, remove_network
+from tests.devcluster.network import ClusterNetwork, choose_subnet, plan_network
+from tests.devcluster.programs import host_programs
+from tests.devcluster.record import ClusterRecord, read_record, write_record
+from tests.devcluster.render import slurm_conf
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape, ClusterSpec
+from tests.devcluster.teardown import tear_down
 from tests.programs import require
 
-HETSTREAM = [sys.executable, "-c", "import sys; from hetstream.slurm_plugin.cli import main; sys.exit(main())"]
+DEVCLUSTER = [sys.executable, "-m", "tests.devcluster"]
 
 
 def planned(nodes: int = 4, token: str = "0123abcd") -> ClusterNetwork:
@@ -124,8 +124,8 @@ def test_without_ip_it_is_one_line_with_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
-    assert main(["devcluster", "up", "--network", "--dry-run", "--state-dir", "/tmp/hs-none"]) == 1
+    monkeypatch.setattr("tests.devcluster.programs.SYSTEM_PATH", str(tmp_path))
+    assert main(["up", "--network", "--dry-run", "--state-dir", "/tmp/hs-none"]) == 1
     said = capsys.readouterr().err
     assert "the program ip" in said
     assert "apt-get install iproute2" in said
@@ -168,9 +168,7 @@ def place() -> Iterator[str]:
 
 
 def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*HETSTREAM, "devcluster", *words], capture_output=True, text=True, timeout=120, check=False, **options
-    )
+    return subprocess.run([*DEVCLUSTER, *words], capture_output=True, text=True, timeout=120, check=False, **options)
 
 
 SHOW = """\
@@ -216,7 +214,7 @@ def test_hosts_have_addresses_and_nothing_is_left(place: str) -> None:
 @pytest.mark.usefixtures("may_make_namespaces")
 @pytest.mark.parametrize("moment", ["cluster.json", "hosts", "run/plan.json", "log/slurmctld.log"])
 def test_an_up_that_was_killed_leaves_nothing_after_down(place: str, moment: str, wait_until: Any) -> None:
-    argv = [*HETSTREAM, "devcluster", "up", "--network", "--name", place]
+    argv = [*DEVCLUSTER, "up", "--network", "--name", place]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: (DEFAULT_STATE_ROOT / place / moment).exists(), 20, moment)
         process.kill()
@@ -247,7 +245,7 @@ def test_a_host_that_cannot_be_entered_is_told(place: str, monkeypatch: pytest.M
     def half_made(network: ClusterNetwork) -> None:
         namespaces.make_network(replace(network, hosts=network.hosts[:2]))
 
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.boot.make_network", half_made)
+    monkeypatch.setattr("tests.devcluster.boot.make_network", half_made)
     request = BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(), network=True)
     with pytest.raises(BootFailed, match=r"slurmd gpu1 could not be started"):
         boot(request, host_programs(), print)

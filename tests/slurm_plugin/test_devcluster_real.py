@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.processes import cluster_processes
-from hetstream.slurm_plugin.devcluster.programs import host_programs
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_daemons, read_record
-from hetstream.slurm_plugin.devcluster.roots import prepare_root
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
-from hetstream.slurm_plugin.errors import BootFailed, ClusterExists
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.errors import BootFailed, ClusterExists
+from tests.devcluster.processes import cluster_processes
+from tests.devcluster.programs import host_programs
+from tests.devcluster.record import ClusterRecord, read_daemons, read_record
+from tests.devcluster.roots import prepare_root
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.teardown import tear_down
 
 pytestmark = pytest.mark.slurm
 
-HETSTREAM = [sys.executable, "-c", "import sys; from hetstream.slurm_plugin.cli import main; sys.exit(main())"]
+DEVCLUSTER = [sys.executable, "-m", "tests.devcluster"]
 SMALL = ("--gpu-nodes=1", "--cpu-nodes=1")
 
 HETJOB = """\
@@ -41,7 +41,7 @@ srun --het-group=0,1 bash -c 'echo $SLURM_PROCID $SLURMD_NODENAME'
 
 
 def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    argv = [*HETSTREAM, "devcluster", *words]
+    argv = [*DEVCLUSTER, *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=120, **options)
 
 
@@ -243,7 +243,7 @@ def test_down_after_daemons_were_killed(place: str, victims: tuple[str, ...], wa
 def test_up_interrupted(place: str, number: signal.Signals, moment: str, wait_until: Any) -> None:
     before = footprint()
     state_dir = DEFAULT_STATE_ROOT / place
-    argv = [*HETSTREAM, "devcluster", "up", "--name", place]
+    argv = [*DEVCLUSTER, "up", "--name", place]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: (state_dir / moment).exists(), 20, moment)
         record = read_record(state_dir)
@@ -258,7 +258,7 @@ def test_up_interrupted(place: str, number: signal.Signals, moment: str, wait_un
 
 def test_up_after_an_up_that_was_killed(place: str, wait_until: Any) -> None:
     state_dir = DEFAULT_STATE_ROOT / place
-    argv = [*HETSTREAM, "devcluster", "up", "--name", place]
+    argv = [*DEVCLUSTER, "up", "--name", place]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: (state_dir / "daemons.json").exists(), 20, "the supervisor")
         process.kill()
@@ -269,7 +269,7 @@ def test_up_after_an_up_that_was_killed(place: str, wait_until: Any) -> None:
 
 
 def test_two_ups_at_the_same_place_at_once(place: str) -> None:
-    argv = [*HETSTREAM, "devcluster", "up", "--name", place, *SMALL]
+    argv = [*DEVCLUSTER, "up", "--name", place, *SMALL]
     ups = [subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [up.communicate(timeout=60)[1] for up in ups]
     assert sorted(up.returncode for up in ups) == [0, 1]
@@ -287,7 +287,7 @@ def test_up_after_a_reboot(place: str) -> None:
 
 def test_a_place_that_forbids_to_start_programs_is_refused(tmp_path: Path) -> None:
     mounted = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o noexec tmpfs "$1" && shift && exec "$@"', "_"]
-    up = [*HETSTREAM, "devcluster", "up", "--state-dir", str(tmp_path / "below")]
+    up = [*DEVCLUSTER, "up", "--state-dir", str(tmp_path / "below")]
     done = subprocess.run([*mounted, str(tmp_path), *up], capture_output=True, text=True, timeout=60)
     if "unshare failed" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"mounting is not allowed here: {done.stderr}")
@@ -305,11 +305,11 @@ def test_a_daemon_that_ends_fails_the_boot_with_its_log(place: str) -> None:
 def test_ports_in_use_are_found_and_told(place: str, monkeypatch: pytest.MonkeyPatch, devcluster: Any) -> None:
     conf = (devcluster.state_dir / "slurm.conf").read_text()
     taken = int(re.search(r"^SlurmctldPort=(\d+)$", conf, re.MULTILINE)[1])  # type: ignore[index]
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.boot.PORT_RANGE", (taken - 1, taken + 3))
+    monkeypatch.setattr("tests.devcluster.boot.PORT_RANGE", (taken - 1, taken + 3))
     with pytest.raises(BootFailed, match=r"no 3 consecutive free TCP ports"):
         boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 1)), host_programs(), print)
     # The search was wrong: slurmctld itself must say so.
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.boot._free_ports", lambda count: taken)
+    monkeypatch.setattr("tests.devcluster.boot._free_ports", lambda count: taken)
     with pytest.raises(BootFailed, match=r"Address already in use"):
         boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 1)), host_programs(), print)
     assert not (DEFAULT_STATE_ROOT / place).exists()

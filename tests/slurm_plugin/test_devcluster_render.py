@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import ConfigError
-from hetstream.slurm_plugin.devcluster import packing
-from hetstream.slurm_plugin.devcluster.render import (
+from tests.devcluster import packing
+from tests.devcluster.render import (
     cgroup_conf,
     gres_conf,
     hostlist,
@@ -17,8 +17,8 @@ from hetstream.slurm_plugin.devcluster.render import (
     task_prolog,
     version_tuple,
 )
-from hetstream.slurm_plugin.devcluster.roots import mirror_from
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths
+from tests.devcluster.roots import mirror_from
+from tests.devcluster.spec import ClusterShape, ClusterSpec, RootPaths
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "devcluster"
 HERE = Path("/var/lib/hetstream/devcluster/default")

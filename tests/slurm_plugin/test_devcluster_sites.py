@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.devcluster import sites
-from hetstream.slurm_plugin.devcluster.private_run import command_text
-from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
-from hetstream.slurm_plugin.devcluster.render import gres_conf, slurm_conf
-from hetstream.slurm_plugin.devcluster.site_setup import check
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, ports_needed
-from hetstream.slurm_plugin.errors import BootFailed, SlurmMissing
+from tests.devcluster import sites
+from tests.devcluster.__main__ import main
+from tests.devcluster.errors import BootFailed, SlurmMissing
+from tests.devcluster.private_run import command_text
+from tests.devcluster.programs import SlurmPrograms
+from tests.devcluster.render import gres_conf, slurm_conf
+from tests.devcluster.site_setup import check
+from tests.devcluster.spec import ClusterShape, ClusterSpec, ports_needed
 
 HERE = Path("/var/lib/hetstream/devcluster/default")
 PLAIN = ClusterSpec("default", "default-0123abcd", HERE, 21000)
@@ -106,7 +106,7 @@ def test_gpus_of_each_kind_stand_near_their_cores() -> None:
 
 def test_a_dry_run_shows_files_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = Path(f"/tmp/hets-{os.getpid()}")
-    up = ["devcluster", "up", "--state-dir", str(nowhere), "--site", "reservations,accounting", "--dry-run"]
+    up = ["up", "--state-dir", str(nowhere), "--site", "reservations,accounting", "--dry-run"]
     assert main([*up, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {*facts["files"]} == {"slurm.conf", "gres.conf", "slurmdbd.conf"}
@@ -118,13 +118,13 @@ def test_a_dry_run_shows_files_and_commands(capsys: pytest.CaptureFixture[str]) 
 
 def test_an_unknown_kind_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["devcluster", "up", "--site", "accounting,moon"])
+        main(["up", "--site", "accounting,moon"])
     assert f"'moon': must be of {', '.join(sites.SITES)}" in capsys.readouterr().err
 
 
 def test_what_accounting_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr("tests.devcluster.programs.SYSTEM_PATH", str(tmp_path))
     programs = SlurmPrograms("22.05.8", *[tmp_path / "none"] * 3)
     check(("hidden",), programs)
     with pytest.raises(SlurmMissing, match=r"slurmdbd, mariadbd, .*devcluster install --site accounting"):

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.lock import locked
-from hetstream.slurm_plugin.devcluster.processes import cluster_processes, start_ticks
-from hetstream.slurm_plugin.devcluster.record import (
+from tests.devcluster.errors import DevclusterError
+from tests.devcluster.lock import locked
+from tests.devcluster.processes import cluster_processes, start_ticks
+from tests.devcluster.record import (
     MARKER_VARIABLE,
     ClusterRecord,
     read_daemons,
     read_record,
     write_record,
 )
-from hetstream.slurm_plugin.devcluster.teardown import plan_teardown, tear_down
-from hetstream.slurm_plugin.errors import DevclusterError
+from tests.devcluster.teardown import plan_teardown, tear_down
 
 SLEEP = ["sleep", "600"]
 
@@ -131,7 +131,7 @@ def test_a_jobs_program_may_clean_up_first(record: ClusterRecord, tmp_path: Path
 
 def test_never_kills_the_shell_that_runs_it(record: ClusterRecord) -> None:
     script = (
-        "from hetstream.slurm_plugin.devcluster.teardown import tear_down; from pathlib import Path; import sys\n"
+        "from tests.devcluster.teardown import tear_down; from pathlib import Path; import sys\n"
         "print(len(tear_down(Path(sys.argv[1])).processes))"
     )
     environment = {**os.environ, "SLURM_CLUSTER_NAME": record.cluster_name}

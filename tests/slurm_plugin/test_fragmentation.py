@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from hetstream.slurm_plugin.client import parse_json
 from hetstream.slurm_plugin.client.model import Gres, Job, Node
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
 from hetstream.slurm_plugin.insight.node_table import alike_jobs, pending_shapes
+from tests.devcluster.boot import BootRequest, boot
+from tests.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.teardown import tear_down
 
 FIXTURES = Path(__file__).with_name("fixtures")
 

@@ -272,10 +272,8 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     assert complete("con") == {"convert"}
     assert complete("frag", "--js") == {"--json"}
     assert complete("sbatch", "--data-worker-pa") == {"--data-worker-partition"}
-    assert {"up", "down", "exec"} <= complete("devcluster", "")
     assert {"coordinator", "run", "emulate"} <= complete("gpu", "")
     assert {"--grants", "--own-jobs"} <= complete("gpu", "coordinator", "--")
-    assert complete("devcluster", "--lua") == {"--lua-plugins"}
 
 
 @needs("systemd-analyze")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster import packing, sites
-from hetstream.slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork
-from hetstream.slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
+from tests.devcluster import packing, sites
+from tests.devcluster.network import CONTROLLER, ClusterNetwork
+from tests.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
 
 # Heterogeneous jobs start only through the backfill scheduler, which by default looks every 30 s.
 TUNED_SCHEDULER = "sched_min_interval=0,bf_interval=1,batch_sched_delay=0"
@@ -88,7 +88,7 @@ def hostlist(prefix: str, count: int, first: int = 0) -> str:
 
 def _slurm_conf_lines(spec: ClusterSpec, version: tuple[int, ...]) -> Iterator[str]:
     directory = spec.state_dir
-    yield f"# Written by `hetstream devcluster up`; removed by `hetstream devcluster down --state-dir {directory}`."
+    yield f"# Written by `devcluster up`; removed by `devcluster down --state-dir {directory}`."
     yield f"ClusterName={spec.cluster_name}"
     controller = "localhost(127.0.0.1)"
     if spec.network is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
+from tests.devcluster.spec import ClusterSpec, NodeGroup
 
 ACCOUNTING, POWER_SAVING = "accounting", "power-saving"
 RESERVATIONS, HIDDEN, EXCLUSIVE, LIMITS = "reservations", "hidden", "exclusive", "limits"
@@ -190,7 +190,7 @@ def commands(spec: ClusterSpec) -> list[Sequence[str]]:
 def slurmdbd_conf(spec: ClusterSpec) -> str:
     """The text of slurmdbd.conf. Who is root reaches the database, and nobody else: by its socket, without a word."""
     lines = (
-        f"# Written by `hetstream devcluster up`; its database is {spec.database_dir}.",
+        f"# Written by `devcluster up`; its database is {spec.database_dir}.",
         *(line for line in authentication(spec, "") if line.startswith("Auth")),
         "DbdHost=localhost",
         "DbdAddr=127.0.0.1",

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from hetstream.slurm_plugin.errors import InstallFailed
+from tests.devcluster.errors import InstallFailed
 
 OUTPUT_TAIL_LINES = 15
 

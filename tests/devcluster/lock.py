@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hetstream.base.locks import own_lock
-from hetstream.slurm_plugin.errors import DevclusterError
+from tests.devcluster.errors import DevclusterError
 
 # Root alone can make files there.
 MACHINE = Path("/run")

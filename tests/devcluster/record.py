@@ -18,9 +18,10 @@ from typing import Any
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.hetjob.convert.plan import PARTITIONS_VARIABLE
 from hetstream.slurm_plugin.database import check_place
-from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost, plan_network
-from hetstream.slurm_plugin.devcluster.spec import NAME_RULE
-from hetstream.slurm_plugin.errors import DevclusterError, UnsafePlace
+from hetstream.slurm_plugin.errors import UnsafePlace
+from tests.devcluster.errors import DevclusterError
+from tests.devcluster.network import ClusterNetwork, VirtualHost, plan_network
+from tests.devcluster.spec import NAME_RULE
 
 RECORD_FILE = "cluster.json"
 DAEMONS_FILE = "daemons.json"

@@ -13,8 +13,8 @@ import os
 import time
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster import kernel
-from hetstream.slurm_plugin.devcluster.render import version_tuple
+from tests.devcluster import kernel
+from tests.devcluster.render import version_tuple
 
 ROOT = Path("/sys/fs/cgroup")
 # Of proctrack/cgroup, and of task/cgroup with ConstrainDevices.

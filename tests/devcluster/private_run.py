@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster import kernel
+from tests.devcluster import kernel
 
 
 def enter(mounts: Iterable[Sequence[str]]) -> None:

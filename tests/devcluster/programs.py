@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.spec import RootPaths
-from hetstream.slurm_plugin.errors import SlurmMissing
+from tests.devcluster.errors import SlurmMissing
+from tests.devcluster.spec import RootPaths
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 # What accounting needs beside them: Slurm's daemon, and a database that is MariaDB's wherever Slurm is from.
@@ -64,7 +64,7 @@ def host_programs() -> SlurmPrograms:
     missing = missing_programs()
     if missing:
         raise SlurmMissing(
-            f"not found on this machine: {', '.join(missing)}. Run: hetstream devcluster install (as root on Debian), "
+            f"not found on this machine: {', '.join(missing)}. Run: devcluster install (as root on Debian), "
             "or give --slurm with a version that has a Debian root"
         )
     path = search_path()

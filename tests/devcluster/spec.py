@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetstream.base.errors import ConfigError
-from hetstream.slurm_plugin.devcluster.network import ClusterNetwork
+from tests.devcluster.network import ClusterNetwork
 
 # Slurm puts the name into SLURM_CLUSTER_NAME and file names, and turns it to lower case.
 NAME_RULE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")

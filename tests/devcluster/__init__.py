@@ -21,7 +21,7 @@
     boot.py        up
     teardown.py    down
 
-Called by `slurm_plugin/cli/devcluster.py` and by the tests marked `slurm`. It never touches a Slurm that is already on
+Called by `__main__.py` and by the tests marked `slurm`. It never touches a Slurm that is already on
 the host and starts no system service. Without a network, control groups or a
 /run of its own it mounts nothing.
 """

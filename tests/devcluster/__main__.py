@@ -1,4 +1,7 @@
-"""`hetstream devcluster install|up|down|status|exec`: a throw-away Slurm cluster on this machine."""
+"""`devcluster install|up|down|status|exec`: a throw-away Slurm cluster on this machine.
+
+`make venv` places the command beside `hetstream`; `python -m tests.devcluster` is the same from the checkout's root.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hetstream.base.errors import ConfigError, UsageError
+from hetstream.slurm_plugin.cli import call
 from hetstream.slurm_plugin.client.run import become
-from hetstream.slurm_plugin.devcluster import install, render
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster
-from hetstream.slurm_plugin.devcluster.network import ClusterNetwork
-from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_record
-from hetstream.slurm_plugin.devcluster.roots import (
+from tests.devcluster import install, render
+from tests.devcluster.boot import BootRequest, boot, plan_cluster
+from tests.devcluster.errors import NoCluster
+from tests.devcluster.network import ClusterNetwork
+from tests.devcluster.programs import SlurmPrograms
+from tests.devcluster.record import ClusterRecord, read_record
+from tests.devcluster.roots import (
     DEFAULT_CACHE_DIR,
     HOST,
     RELEASES,
@@ -26,25 +32,27 @@ from hetstream.slurm_plugin.devcluster.roots import (
     needs_root,
     root_of,
 )
-from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING, SITES, commands, slurmdbd_conf
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
-from hetstream.slurm_plugin.devcluster.status import observe
-from hetstream.slurm_plugin.devcluster.teardown import plan_teardown, tear_down
-from hetstream.slurm_plugin.errors import NoCluster
+from tests.devcluster.sites import ACCOUNTING, SITES, commands, slurmdbd_conf
+from tests.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
+from tests.devcluster.status import observe
+from tests.devcluster.teardown import plan_teardown, tear_down
 
 EPILOG = """\
 examples:
-  hetstream devcluster up --install
-  hetstream devcluster exec -- sbatch --wrap hostname
-  hetstream devcluster down
+  devcluster up --install
+  devcluster exec -- sbatch --wrap hostname
+  devcluster down
 """
 
 
-def add_devcluster_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Boot real Slurm daemons with fake GPUs on this machine, beside any Slurm that is there already."
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="devcluster",
+        description="Boot real Slurm daemons with fake GPUs on this machine, beside any Slurm that is there already.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.epilog = EPILOG
+    parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks on stderr")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     p = actions.add_parser("install", help="install Debian's Slurm packages, without starting any service")
@@ -59,7 +67,7 @@ def add_devcluster_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cluster(p)
     _add_sites(p)
     _add_slurm(p)
-    p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
+    p.add_argument("--install", action="store_true", help="first do what `devcluster install` does")
     _add_dry_run(p)
     _add_json(p)
     p.set_defaults(run=run, act=_up)
@@ -79,6 +87,12 @@ def add_devcluster_arguments(parser: argparse.ArgumentParser) -> None:
     _add_place(p)
     p.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     p.set_defaults(run=run, act=_exec)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one action and return its exit code."""
+    return call("devcluster", build_parser().parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -254,8 +268,8 @@ def _up(args: argparse.Namespace) -> int:
     if record.path_prefix:
         print(f"  export PATH={record.path_prefix}:$PATH")
     place = _place_options(args)
-    print(f"  hetstream devcluster exec{place} -- sbatch --gpus=1 --wrap 'echo $CUDA_VISIBLE_DEVICES'")
-    print(f"  hetstream devcluster down{place}")
+    print(f"  devcluster exec{place} -- sbatch --gpus=1 --wrap 'echo $CUDA_VISIBLE_DEVICES'")
+    print(f"  devcluster down{place}")
     return 0
 
 
@@ -322,7 +336,7 @@ def _record(args: argparse.Namespace) -> ClusterRecord:
     state_dir = _state_dir(args)
     record = read_record(state_dir)
     if record is None:
-        raise NoCluster(f"no cluster in {state_dir}. Run: hetstream devcluster up{_place_options(args)}")
+        raise NoCluster(f"no cluster in {state_dir}. Run: devcluster up{_place_options(args)}")
     return record
 
 
@@ -380,5 +394,9 @@ def _status(args: argparse.Namespace) -> int:
 def _exec(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise UsageError("devcluster exec: no command given. Write: hetstream devcluster exec -- sinfo")
+        raise UsageError("devcluster exec: no command given. Write: devcluster exec -- sinfo")
     become(command, env=_record(args).environment(os.environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

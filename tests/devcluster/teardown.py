@@ -1,6 +1,6 @@
 """Remove a cluster: its processes, its network, its control groups, its files.
 
-Called by `hetstream devcluster down`, by a failed `up`, by tests. It works on whatever is left: daemons that were
+Called by `devcluster down`, by a failed `up`, by tests. It works on whatever is left: daemons that were
 killed, a boot that was interrupted, a supervisor that is gone. It touches no process, no directory and no part of a
 network that the cluster's record does not identify.
 """
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster.cgroups import groups_of, remove_groups
-from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
-from hetstream.slurm_plugin.devcluster.namespaces import left_of, remove_network
-from hetstream.slurm_plugin.devcluster.processes import Process, cluster_processes, start_ticks
-from hetstream.slurm_plugin.devcluster.record import RECORD_FILE, read_record
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT
-from hetstream.slurm_plugin.errors import TeardownFailed
+from tests.devcluster.cgroups import groups_of, remove_groups
+from tests.devcluster.errors import TeardownFailed
+from tests.devcluster.lock import MACHINE, locked
+from tests.devcluster.namespaces import left_of, remove_network
+from tests.devcluster.processes import Process, cluster_processes, start_ticks
+from tests.devcluster.record import RECORD_FILE, read_record
+from tests.devcluster.spec import DEFAULT_STATE_ROOT
 
 # Programs of jobs get this long after SIGTERM to remove what they made outside the state directory.
 TERM_GRACE_S = 2.0
@@ -29,7 +29,7 @@ KILL_TIMEOUT_S = 10.0
 REAP_TIMEOUT_S = 0.5
 LOCK_TIMEOUT_S = 90.0
 POLL_INTERVAL_S = 0.02
-SUPERVISOR_MODULE = "hetstream.slurm_plugin.devcluster.supervisor"
+SUPERVISOR_MODULE = "tests.devcluster.supervisor"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def remove_cluster(state_dir: Path) -> TeardownPlan | None:
             raise TeardownFailed(
                 f"processes of {state_dir} outlived SIGKILL for {KILL_TIMEOUT_S:g} s: "
                 + ", ".join(f"{process.pid} ({process.command})" for process in left)
-                + f". Look at them and run: hetstream devcluster down --state-dir {state_dir}"
+                + f". Look at them and run: devcluster down --state-dir {state_dir}"
             )
         others = [process for process in left if process not in supervisor]
         _signal(others or left, signal.SIGKILL)

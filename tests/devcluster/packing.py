@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
 from hetstream.slurm_plugin.install.units import SCRIPTS, node_script
 from hetstream.slurm_plugin.packing.quota_packer import FIRST_THAT_EXEMPTS
+from tests.devcluster.spec import ClusterSpec, NodeGroup
 
 # The partition of opportunistic jobs, and the GRES by which they stand on GPUs that others hold: type pN is GPU N.
 PARTITION, GRES = "opp", "opp"
@@ -149,4 +149,4 @@ def environment(spec: ClusterSpec) -> str:
 def policy() -> str:
     """The guard's policy."""
     rule = f'opportunistic = {{ partitions = {{ "{PARTITION}" }}, hold = true, managers = {{ {PACKER_UID} }} }}'
-    return f"-- Written by `hetstream devcluster up --packing`.\nreturn {{ {rule} }}\n"
+    return f"-- Written by `devcluster up --packing`.\nreturn {{ {rule} }}\n"

@@ -1,6 +1,6 @@
 """The process that starts a cluster's daemons and adopts everything they leave behind.
 
-Started by boot.py as `python -m hetstream.slurm_plugin.devcluster.supervisor PLAN`, where PLAN is a JSON file. It is
+Started by boot.py as `python -m tests.devcluster.supervisor PLAN`, where PLAN is a JSON file. It is
 the "subreaper" of the cluster: an orphan below it becomes its child instead of init's, so a job's detached process can
 always be found. It restarts nothing, and ends when its last child has ended or when `down` kills it.
 """
@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hetstream.slurm_plugin.devcluster import cgroups, kernel, private_run
-from hetstream.slurm_plugin.devcluster.namespaces import enter
-from hetstream.slurm_plugin.devcluster.processes import start_ticks
-from hetstream.slurm_plugin.devcluster.record import DaemonState, write_daemons
+from tests.devcluster import cgroups, kernel, private_run
+from tests.devcluster.namespaces import enter
+from tests.devcluster.processes import start_ticks
+from tests.devcluster.record import DaemonState, write_daemons
 
 READY_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.01

@@ -13,10 +13,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster import kernel
-from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, choose_subnet
-from hetstream.slurm_plugin.devcluster.programs import search_path
-from hetstream.slurm_plugin.errors import NetworkFailed
+from tests.devcluster import kernel
+from tests.devcluster.errors import NetworkFailed
+from tests.devcluster.network import ClusterNetwork, choose_subnet
+from tests.devcluster.programs import search_path
 
 NETNS_DIR = Path("/run/netns")
 _TIMEOUT_S = 30.0

@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster.programs import COMMANDS
-from hetstream.slurm_plugin.devcluster.record import MARKER_VARIABLE, ClusterRecord
+from tests.devcluster.programs import COMMANDS
+from tests.devcluster.record import MARKER_VARIABLE, ClusterRecord
 
 PROC = Path("/proc")
 

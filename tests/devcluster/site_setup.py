@@ -13,9 +13,11 @@ from pathlib import Path
 
 from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster import packing, render, sites
-from hetstream.slurm_plugin.devcluster.private_run import command_text
-from hetstream.slurm_plugin.devcluster.programs import (
+from hetstream.slurm_plugin.submit.program import own_program
+from tests.devcluster import packing, render, sites
+from tests.devcluster.errors import BootFailed, SlurmMissing
+from tests.devcluster.private_run import command_text
+from tests.devcluster.programs import (
     COMMANDS,
     MARIADB,
     SYSTEM_PATH,
@@ -23,11 +25,9 @@ from hetstream.slurm_plugin.devcluster.programs import (
     missing_of,
     search_path,
 )
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord
-from hetstream.slurm_plugin.devcluster.render import version_tuple
-from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, RootPaths
-from hetstream.slurm_plugin.errors import BootFailed, SlurmMissing
-from hetstream.slurm_plugin.submit.program import own_program
+from tests.devcluster.record import ClusterRecord
+from tests.devcluster.render import version_tuple
+from tests.devcluster.spec import ClusterSpec, RootPaths
 
 # Small enough for a laptop; Slurm's jobs of a day need no more.
 DATABASE_OPTIONS = (
@@ -79,14 +79,14 @@ def check(
     if sites.CONFIGLESS in kinds and programs.root and not _usual_plugin_dir(programs.root).is_dir():
         raise BootFailed(
             f"--site configless with a Slurm from a Debian root needs {_usual_plugin_dir(programs.root)}, to put its "
-            "plugins there for this cluster alone. Run: hetstream devcluster install"
+            "plugins there for this cluster alone. Run: devcluster install"
         )
     if sites.ACCOUNTING in kinds:
         missing = [*([] if programs.slurmdbd else ["slurmdbd"]), *missing_of(MARIADB)]
         if missing:
             raise SlurmMissing(
                 f"not found on this machine: {', '.join(missing)}. "
-                "Run: hetstream devcluster install --site accounting (as root on Debian)"
+                "Run: devcluster install --site accounting (as root on Debian)"
             )
 
 

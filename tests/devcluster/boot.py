@@ -24,25 +24,25 @@ from typing import Any
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.database import make_place
-from hetstream.slurm_plugin.devcluster import cgroups, packing, render, site_setup, sites
-from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
-from hetstream.slurm_plugin.devcluster.namespaces import free_subnet, make_network
-from hetstream.slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
-from hetstream.slurm_plugin.devcluster.processes import cluster_processes
-from hetstream.slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
-from hetstream.slurm_plugin.devcluster.record import (
+from hetstream.slurm_plugin.install.installation import HOOKS, LUA_DIR, hook_text, readable_by_all
+from hetstream.slurm_plugin.submit.program import own_program
+from tests.devcluster import cgroups, packing, render, site_setup, sites
+from tests.devcluster.errors import BootFailed, ClusterExists
+from tests.devcluster.lock import MACHINE, locked
+from tests.devcluster.namespaces import free_subnet, make_network
+from tests.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
+from tests.devcluster.processes import cluster_processes
+from tests.devcluster.programs import SYSTEM_PATH, SlurmPrograms
+from tests.devcluster.record import (
     MARKER_VARIABLE,
     ClusterRecord,
     read_daemons,
     read_record,
     write_record,
 )
-from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths, ports_needed
-from hetstream.slurm_plugin.devcluster.status import is_live, list_nodes
-from hetstream.slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
-from hetstream.slurm_plugin.errors import BootFailed, ClusterExists
-from hetstream.slurm_plugin.install.installation import HOOKS, LUA_DIR, hook_text, readable_by_all
-from hetstream.slurm_plugin.submit.program import own_program
+from tests.devcluster.spec import ClusterShape, ClusterSpec, RootPaths, ports_needed
+from tests.devcluster.status import is_live, list_nodes
+from tests.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
 READY_TIMEOUT_S = 60.0
@@ -188,7 +188,7 @@ def _check_can_boot(request: BootRequest, version: str) -> None:
         if record.ready and cluster_processes(record):
             raise ClusterExists(
                 f"cluster {record.name} is up in {request.state_dir}. Use it, run "
-                f"`hetstream devcluster down --state-dir {request.state_dir}` first, or give another --name"
+                f"`devcluster down --state-dir {request.state_dir}` first, or give another --name"
             )
         # What a reboot or an `up` that was killed left behind.
         remove_cluster(request.state_dir)

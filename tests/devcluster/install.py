@@ -1,4 +1,4 @@
-"""Install Debian's Slurm packages on this machine. Called by `hetstream devcluster install` and `up --install`.
+"""Install Debian's Slurm packages on this machine. Called by `devcluster install` and `up --install`.
 
 It starts no service: while apt runs, Debian's own switch for that (policy-rc.d) says no, and is put back afterwards.
 """
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster import programs
-from hetstream.slurm_plugin.devcluster.apt import has_apt, run_quietly
-from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
-from hetstream.slurm_plugin.devcluster.programs import missing_of, missing_programs
-from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
+from tests.devcluster import programs
+from tests.devcluster.apt import has_apt, run_quietly
+from tests.devcluster.errors import InstallFailed, SlurmMissing
+from tests.devcluster.lock import MACHINE, locked
+from tests.devcluster.programs import missing_of, missing_programs
 
 # Slurm's plugins for Lua need liblua, but nothing depends on it.
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "liblua5.1-0")
@@ -31,7 +31,7 @@ POLICY_FILE = Path("/usr/sbin/policy-rc.d")
 SAVED_SUFFIX = ".before-hetstream"
 # Exit status 101 means "action forbidden" (invoke-rc.d(8)).
 POLICY_FORBIDS = 101
-OUR_POLICY = f"#!/bin/sh\n# Put here by `hetstream devcluster install` while apt runs.\nexit {POLICY_FORBIDS}\n"
+OUR_POLICY = f"#!/bin/sh\n# Put here by `devcluster install` while apt runs.\nexit {POLICY_FORBIDS}\n"
 LOCK_TIMEOUT_S = 300.0
 
 Progress = Callable[[str], None]
@@ -120,9 +120,7 @@ def no_service_starts(policy: Path) -> Iterator[None]:
     if policy.exists():
         os.replace(policy, saved)
     try:
-        policy.write_text(
-            f"#!/bin/sh\n# Put here by `hetstream devcluster install` while apt runs.\nexit {POLICY_FORBIDS}\n"
-        )
+        policy.write_text(f"#!/bin/sh\n# Put here by `devcluster install` while apt runs.\nexit {POLICY_FORBIDS}\n")
         policy.chmod(0o755)
         yield
     finally:

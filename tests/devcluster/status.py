@@ -1,4 +1,4 @@
-"""How a cluster is. Called by `hetstream devcluster status` and by boot.py; it changes nothing."""
+"""How a cluster is. Called by `devcluster status` and by boot.py; it changes nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.processes import cluster_processes, start_ticks
-from hetstream.slurm_plugin.devcluster.record import ClusterRecord, DaemonState, read_daemons
+from tests.devcluster.processes import cluster_processes, start_ticks
+from tests.devcluster.record import ClusterRecord, DaemonState, read_daemons
 
 # Without these no Slurm command gets an answer, and each would try for many seconds.
 NEEDED_BY_COMMANDS = ("munged", "slurmctld")

@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.slurm_plugin.database import check_place, make_place
-from hetstream.slurm_plugin.devcluster.apt import has_apt, run_quietly
-from hetstream.slurm_plugin.devcluster.install import PACKAGES, SLURMDBD_PACKAGES
-from hetstream.slurm_plugin.devcluster.lock import locked
-from hetstream.slurm_plugin.devcluster.programs import (
+from hetstream.slurm_plugin.install.installation import readable_by_all
+from tests.devcluster.apt import has_apt, run_quietly
+from tests.devcluster.errors import InstallFailed, SlurmMissing
+from tests.devcluster.install import PACKAGES, SLURMDBD_PACKAGES
+from tests.devcluster.lock import locked
+from tests.devcluster.programs import (
     SLURMDBD,
     SlurmPrograms,
     host_programs,
     missing_programs,
     slurm_version,
 )
-from hetstream.slurm_plugin.devcluster.spec import RootPaths
-from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
-from hetstream.slurm_plugin.install.installation import readable_by_all
+from tests.devcluster.spec import RootPaths
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
 

@@ -17,8 +17,8 @@ from itertools import product
 
 import numpy as np
 
+from benchmarks.resource_model.terms import Array, Configurations
 from benchmarks.schedulers import CORES, EVERY_S, Job, Scheduler, cores_of, with_more
-from hetstream.slurm_plugin.model.terms import Array, Configurations
 
 # Of y, as published; and the least of the other parameters, so that logarithms exist.
 _MOST_OVERLAP, _LEAST_S = 10.0, 1e-4

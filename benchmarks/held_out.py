@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.memory_traces import EVERY_S, GIB, MemoryTrace
-from hetstream.slurm_plugin.model.fit import Observations
-from hetstream.slurm_plugin.model.step_time import StepTimeModel
-from hetstream.slurm_plugin.model.terms import Configurations
+from benchmarks.resource_model.fit import Observations
+from benchmarks.resource_model.step_time import StepTimeModel
+from benchmarks.resource_model.terms import Configurations
 
 Floats = NDArray[np.float64]
 _FIRST_SEED = 50_000

@@ -19,23 +19,23 @@ import numpy as np
 from benchmarks import adaptdl, harness, held_out, machine, memory_shapes, past_populations, schedulers
 from benchmarks.harness import Row
 from benchmarks.memory_traces import KINDS, MemoryTrace, memory_traces
-from hetstream.hetjob.elastic.memory import GrowthOptions, MemoryGrowth
-from hetstream.hetjob.master.memory import TRAINER_OPTIONS
-from hetstream.slurm_plugin.errors import ModelError
-from hetstream.slurm_plugin.model import nsga2
-from hetstream.slurm_plugin.model.fit import Observations, fit
-from hetstream.slurm_plugin.model.joint import Candidates, exact, joint_front, upgrades, weight
-from hetstream.slurm_plugin.model.pareto import front, hypervolume
-from hetstream.slurm_plugin.model.plan import Prices, fastest, grid, plans
-from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel
-from hetstream.slurm_plugin.model.terms import (
+from benchmarks.resource_model import nsga2
+from benchmarks.resource_model.fit import Observations, fit
+from benchmarks.resource_model.joint import Candidates, exact, joint_front, upgrades, weight
+from benchmarks.resource_model.pareto import front, hypervolume
+from benchmarks.resource_model.plan import Prices, fastest, grid, plans
+from benchmarks.resource_model.step_time import Side, StepTimeModel
+from benchmarks.resource_model.terms import (
     FED_PARAMETER_SERVERS,
     GPU_TRAINERS,
     PARAMETER_SERVERS,
     Array,
     Configurations,
     Family,
+    ModelError,
 )
+from hetstream.hetjob.elastic.memory import GrowthOptions, MemoryGrowth
+from hetstream.hetjob.master.memory import TRAINER_OPTIONS
 
 WORKLOAD = schedulers.WORKLOAD
 FAMILIES: dict[Family, Configurations] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.history import Features, PastJob, accuracy, most_alike, smoothed, usual_data_workers
+from hetstream.slurm_plugin.past_jobs import Features, PastJob, accuracy, most_alike, smoothed, usual_data_workers
 
 NUM_SCRIPTS, NUM_JOBS, NUM_USERS = 40, 600, 15
 DEFAULT_DATA_WORKERS = 4

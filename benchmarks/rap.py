@@ -22,6 +22,7 @@ from benchmarks.harness import Row, System, row_of, say
 from benchmarks.rap_cases import NO_GPU, batches_of_one_size
 from benchmarks.rap_model import ModelSize, Training
 from benchmarks.rap_mps import MPS, mps_missing, mps_step_s
+from benchmarks.rap_plans import PLANS, PlanSize, make_plan
 from benchmarks.rap_systems import SYSTEMS, Bench, alone_s, interpreted_kernel
 from hetstream.mpi_dataworkers.gpu_features.capacity import (
     GpuProbing,
@@ -34,12 +35,11 @@ from hetstream.mpi_dataworkers.gpu_features.capacity import (
     capacities,
     round_s,
 )
-from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
-from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.launches import operations_of_features, plan_launches
 from hetstream.mpi_dataworkers.gpu_features.operations import Batches, Device
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
+from tests.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
+from tests.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 
 # Rows of a batch: as in the paper; of plan 4 fewer, since its lists have dozens of ids in 104 features.
 ROWS, ROWS_OF_MANY_IDS = 4096, 1024

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.rap_plans import TERABYTE_IDS, PlanSize
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.gpu_features.operations import Device
-from hetstream.mpi_dataworkers.gpu_features.plans import TERABYTE_IDS, PlanSize
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
 from hetstream.mpi_dataworkers.gpu_features.search import fuse
 

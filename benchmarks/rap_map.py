@@ -18,12 +18,12 @@ from benchmarks import harness, machine
 from benchmarks.harness import Row
 from benchmarks.rap_cases import BATCH, layers, scaled
 from benchmarks.rap_map_bound import least_exposed_s
+from benchmarks.rap_plans import PLANS, TERABYTE_IDS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
 from hetstream.mpi_dataworkers.features.operators import Ngram
 from hetstream.mpi_dataworkers.gpu_features import launches as mapping
 from hetstream.mpi_dataworkers.gpu_features.launches import Cluster, Exchange, Mapping, Model, Sparse
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, length_after, operations_of
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, TERABYTE_IDS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Operation, Problem
 from hetstream.mpi_dataworkers.gpu_features.search import gather, search
 

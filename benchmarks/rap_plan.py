@@ -17,8 +17,8 @@ from benchmarks import harness, machine
 from benchmarks.harness import Row
 from benchmarks.rap_cases import BATCH, problem_of, random_plan
 from benchmarks.rap_highs import solve
+from benchmarks.rap_plans import PLANS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Cost, Problem, cost_of, least_exposed_s, problems_of
 from hetstream.mpi_dataworkers.gpu_features.search import algorithm_1, fuse, search
 

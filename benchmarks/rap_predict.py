@@ -22,6 +22,14 @@ import torch
 
 from benchmarks import harness, machine
 from benchmarks.harness import Row
+from benchmarks.latency_model import (
+    CACHE_BYTES,
+    CLASSES,
+    OTHERS,
+    LatencyModel,
+    Numbers,
+    Roofline,
+)
 from benchmarks.rap_cases import BATCH, NO_GPU, batch_of
 from benchmarks.rap_kernels import (
     SAMPLES,
@@ -32,18 +40,10 @@ from benchmarks.rap_kernels import (
     samples,
     terms_of_graph,
 )
+from benchmarks.rap_plans import PLANS, TERABYTE_IDS, PlanSize, make_plan
 from benchmarks.rap_timing import TIMINGS, WINDOW_S, Timed, devices
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.native import compiler
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, TERABYTE_IDS, PlanSize, make_plan
-from hetstream.mpi_dataworkers.gpu_features.predictor import (
-    CACHE_BYTES,
-    CLASSES,
-    OTHERS,
-    LatencyModel,
-    Numbers,
-    Roofline,
-)
 
 # Of the cases and the folds of the report. Models were developed on others: 1 to 9.
 SEED = 20

@@ -15,6 +15,7 @@ import torch.utils.data
 
 from benchmarks.rap_cases import batches_of_one_size
 from benchmarks.rap_model import ModelSize, Training
+from benchmarks.rap_plans import PlanSize, make_plan
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
@@ -24,7 +25,6 @@ from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
 from hetstream.mpi_dataworkers.gpu_features.fused import Launch as RunKernel
 from hetstream.mpi_dataworkers.gpu_features.fused import PackedByDataWorkers, triton_launch
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, all_at_once
-from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Streams
 
 # So many batches are trained on in turn.

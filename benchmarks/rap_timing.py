@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks import machine
+from benchmarks.latency_model import CACHE_BYTES
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.native import compiler
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform, Launch, triton_launch
-from hetstream.mpi_dataworkers.gpu_features.predictor import CACHE_BYTES
 from hetstream.mpi_dataworkers.process.interpreter import keep_freed_memory
 
 # A timing is the least of so many, each of at least so long.

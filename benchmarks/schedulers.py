@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.fit import Observations, fit
-from hetstream.slurm_plugin.model.joint import Candidates, upgrades, weight
-from hetstream.slurm_plugin.model.plan import Prices, grid, plans
-from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel
-from hetstream.slurm_plugin.model.terms import PARAMETER_SERVERS, Array, Configurations, Workload
+from benchmarks.resource_model.fit import Observations, fit
+from benchmarks.resource_model.joint import Candidates, upgrades, weight
+from benchmarks.resource_model.plan import Prices, grid, plans
+from benchmarks.resource_model.step_time import Side, StepTimeModel
+from benchmarks.resource_model.terms import PARAMETER_SERVERS, Array, Configurations, Workload
 
 # 20 servers of 32 cores; batch 512, 200,000 steps; every three minutes (DLRover-RM, 6 and 6.2).
 CORES, STEPS, EVERY_S = 640, 200_000, 180.0

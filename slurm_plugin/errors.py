@@ -1,14 +1,6 @@
 """Errors of the cluster side.
 
     HetstreamError
-    ├── DevclusterError          the throw-away Slurm cluster
-    │   ├── SlurmMissing         programs or packages that the cluster needs are not there
-    │   ├── InstallFailed        apt could not install or fetch them
-    │   ├── ClusterExists        this state directory is in use already
-    │   ├── NoCluster            no cluster lives in this state directory
-    │   ├── BootFailed           a daemon ended or the nodes did not get ready in time
-    │   ├── NetworkFailed        its network could not be made or removed
-    │   └── TeardownFailed       processes outlived SIGKILL
     ├── DamagedRecord            the record of an installation is not what install wrote
     ├── StillInUse               slurm.conf names files that were to be removed
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
@@ -17,7 +9,6 @@
     ├── UnsafePlace              somebody else could change what is believed there
     ├── UnknownJob               no such job in the queue
     ├── HistoryError             the file with a cluster's history, or with that of its jobs, cannot be used
-    ├── ModelError               the resource model has nothing to be fitted to, or lacks a library
     ├── DaemonStateError         the site daemon's directory is in use, damaged or another program's
     ├── PolicyError              a policy gave out what it must not, or no policy has this name
     ├── QuotaError               tenants' quotas that cannot be read, or cannot be kept
@@ -39,7 +30,6 @@ __all__ = [
     "DaemonStateError",
     "DamagedRecord",
     "HistoryError",
-    "ModelError",
     "NodesHidden",
     "PolicyError",
     "QuotaError",
@@ -95,10 +85,6 @@ class UnknownJob(HetstreamError):
 
 class HistoryError(HetstreamError):
     """The file with a cluster's history cannot be read or written, or is another program's."""
-
-
-class ModelError(HetstreamError):
-    """The resource model has nothing to be fitted to, or needs a library that is not installed."""
 
 
 class DaemonStateError(HetstreamError):

@@ -212,7 +212,6 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/job/processes.py": "_is_nobodys*2 remove_leftovers*2 temporary_directory*5",
         "mpi_dataworkers/features/compiled_cache.py": "_of_this_process _private _remove _why_not",
         "mpi_dataworkers/features/native.py": "_compiled _loaded library",
-        "mpi_dataworkers/gpu_features/offline.py": "_stack_bytes*2",
         "mpi_dataworkers/partitioner/unmodified.py": "_explain",
         "slurm_plugin/cli/explain.py": "_findings*3",
         "slurm_plugin/cli/filter.py": "run*4",
@@ -243,7 +242,7 @@ ROWS: dict[str, dict[str, str]] = {
     "history": {
         "slurm_plugin/database.py": "check_beside create_private",
         "slurm_plugin/insight/observation.py": "History._connect",
-        "slurm_plugin/model/history.py": "JobHistory._connect*3 JobHistory._key_of_place _read_key*2",
+        "slurm_plugin/past_jobs.py": "JobHistory._connect*3 JobHistory._key_of_place _read_key*2",
     },
     "devcluster": {
         "tests/devcluster/boot.py": ("_check_can_boot _log_tail _make_fake_gpu*2 _make_files*11 _start_supervisor*3"),

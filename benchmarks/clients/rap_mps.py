@@ -16,8 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.rap_model import ModelSize
+from benchmarks.rap_plans import PLANS
 from benchmarks.rap_systems import Bench
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS
 
 
 def preprocess(request: dict[str, Any], wire: Connection) -> None:

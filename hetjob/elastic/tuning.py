@@ -130,9 +130,9 @@ def trainer_cpus_needed(used: float) -> int:
 # How long data workers take for a step by their number, fitted to the running job's own rates. Pure.
 #
 # A step is loaded in `shared_s + by_number_s / n` seconds by n data workers: what all of them share, such as a file
-# system or the trainer's link, and what they divide. It is the data-loading term of the resource model
-# (`slurm_plugin/model/`); the trainer works beside that, so a step takes the longer of both. The controller asks the
-# model only while its checks pass: enough different numbers of data workers, far enough apart, and all near the curve.
+# system or the trainer's link, and what they divide. It is the data-loading term of DLRover-RM's resource model; the
+# trainer works beside that, so a step takes the longer of both. The controller asks the model only while its checks
+# pass: enough different numbers of data workers, far enough apart, and all near the curve.
 
 # Two points lie on any curve of this form: a third one says whether the job is of it.
 _LEAST_POINTS = 3

@@ -52,7 +52,7 @@ class FeatureTransform:
 
     Keys of the batch that are no inputs are left out of the result. Inputs are tensors or NumPy arrays of the graph's
     dtypes, `Nullable` and `Jagged`. Outputs are tensors, `Jagged` or `JaggedBatch`. The numbers are those of
-    `reference.py`: the same bits for integers, and 1e-6 of the value for floating point.
+    the operators' definitions: the same bits for integers, and 1e-6 of the value for floating point.
 
     It can be pickled; several threads may call it.
 

@@ -29,7 +29,7 @@ from hetstream.hetjob.ports import NodeSize, SlurmClient
 from hetstream.slurm_plugin.client.run import become
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, run_sbatch
 from hetstream.slurm_plugin.insight.proposals import as_directives, for_script, remember
-from hetstream.slurm_plugin.model.history import within_nodes
+from hetstream.slurm_plugin.past_jobs import within_nodes
 from hetstream.slurm_plugin.submit.conversion import (
     Conversion,
     ask_cluster,

@@ -1,4 +1,4 @@
-"""What past jobs say of new submissions: reads the job history, and asks `model/history.py`.
+"""What past jobs say of new submissions: reads the job history, and asks `past_jobs.py`.
 
 Called by `hetstream advise`, `hetstream convert --auto` and job masters. First the records of this user's ended jobs
 come into the history; without a single past job no file is made. A history that cannot be used costs the proposals, not
@@ -28,7 +28,7 @@ from hetstream.hetjob.master.controller_state_file import Told, told_by
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.errors import HistoryError
 from hetstream.slurm_plugin.insight.utilisation import directory_of, may_tell
-from hetstream.slurm_plugin.model.history import (
+from hetstream.slurm_plugin.past_jobs import (
     CLOCKS_DIFFER_S,
     HISTORY_FILE,
     Features,

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("scipy")
 
 from benchmarks import adaptdl, schedulers
-from hetstream.slurm_plugin.model.fit import Observations
+from benchmarks.resource_model.fit import Observations
 
 
 def test_the_model_of_a_step_is_found_again() -> None:

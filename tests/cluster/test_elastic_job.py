@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.elastic_job import ElasticJob
-from hetstream.slurm_plugin.model.history import past_job_of
+from hetstream.slurm_plugin.past_jobs import past_job_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 WaitUntil = Callable[..., None]

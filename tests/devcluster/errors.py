@@ -1,4 +1,4 @@
-"""What can go wrong with a throw-away cluster."""
+"""Errors of the throw-away cluster, all of them a `DevclusterError`."""
 
 from __future__ import annotations
 

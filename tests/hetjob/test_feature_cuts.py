@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from benchmarks.rap_plans import PLANS, make_plan
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Limits, Snapshot
 from hetstream.hetjob.elastic.step_terms import StepTerm, StepTerms
@@ -14,7 +15,6 @@ from hetstream.mpi_dataworkers.dispatcher.client import load_of
 from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.gpu_features.hybrid import CutCosts, HybridFeatures, Recutter, Seen, trainers
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, Batches
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 from hetstream.mpi_dataworkers.wire.messages import FeatureCut, LoaderStats, LoaderStatus, Status
 

@@ -1,4 +1,4 @@
-"""The operators against their definitions, in NumPy of this file alone: `features/reference.py` has no part in it."""
+"""The operators against their definitions, in NumPy of this file alone: `features_reference.py` has no part in it."""
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.mpi_dataworkers.features import native, reference
+from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.kernels import Span, spans
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from tests.mpi_dataworkers import features_reference as reference
 from tests.programs import needs
 
 NAN, INF = float("nan"), float("inf")

@@ -12,7 +12,7 @@ from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.insight.advise import advise
 from hetstream.slurm_plugin.insight.proposals import Remembered
-from hetstream.slurm_plugin.model.history import Features, PastJob
+from hetstream.slurm_plugin.past_jobs import Features, PastJob
 
 NOW_S = 1_000_000.0
 CPU_NODE = Node("c0", frozenset({"IDLE"}), ("cpu",), 16, 0, 1000, 0)

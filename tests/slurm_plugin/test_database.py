@@ -17,7 +17,7 @@ import pytest
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError, HistoryError, UnsafePlace
 from hetstream.slurm_plugin.insight.observation import History, Sample
-from hetstream.slurm_plugin.model.history import JobHistory
+from hetstream.slurm_plugin.past_jobs import JobHistory
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 
 GROUP = 54399  # that no account is in

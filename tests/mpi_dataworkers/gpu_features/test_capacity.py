@@ -25,8 +25,8 @@ from hetstream.mpi_dataworkers.gpu_features.capacity import (
     capacities,
     round_s,
 )
-from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 from hetstream.mpi_dataworkers.gpu_features.schedule import Problem
+from tests.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 
 EMBEDDING = FakeLayer("embedding.forward", 9e-4, memory=0.85, arithmetic=0.05)
 MLP = FakeLayer("mlp.forward", 2e-3, memory=0.2, arithmetic=0.9)
@@ -200,7 +200,7 @@ def test_probes_are_compiled_for_gpus_that_are_not_here(architecture: int, tmp_p
         compile_offline(
             f"""
 import json
-from hetstream.mpi_dataworkers.gpu_features.offline import compile_probes
+from tests.mpi_dataworkers.gpu_features.offline import compile_probes
 print(json.dumps([vars(each) for each in compile_probes({architecture})]))
 """,
             str(tmp_path),

@@ -13,16 +13,16 @@ import torch
 from interpreted import interpreted_launch, same
 
 from benchmarks.rap_cases import batch_of
+from benchmarks.rap_plans import PlanSize, make_plan
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import LEAST_SEEN, MOST_SIZES, Act, decide_step, padded
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
-from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.fused import PackedByDataWorkers
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan
-from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.streams import Stream
+from tests.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 
 SIZE = PlanSize("small", (1000, 50), 2, 2, 12, list_length=(0, 3))
 GRAPH = make_plan(SIZE)

@@ -14,6 +14,7 @@ import torch
 from interpreted import interpreted_launch, same
 
 from benchmarks.rap_cases import batch_of
+from benchmarks.rap_plans import PlanSize, make_plan
 from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
@@ -35,14 +36,13 @@ from hetstream.mpi_dataworkers.gpu_features.corun import (
     layer_begins,
     next_action,
 )
-from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.fused import ComputedByDataWorkers, FusedTransform, PackedByDataWorkers
 from hetstream.mpi_dataworkers.gpu_features.hybrid import CutCosts
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, all_at_once, plan_launches
 from hetstream.mpi_dataworkers.gpu_features.operations import H200, Batches
-from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream
+from tests.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 
 SIZE = PlanSize("small", (1000, 50), 2, 2, 12, list_length=(0, 3))
 GRAPH = make_plan(SIZE)

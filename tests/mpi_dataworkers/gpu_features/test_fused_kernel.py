@@ -23,16 +23,16 @@ from offline_compile import compile_offline
 from random_features import as_input, random_chain, random_rows
 
 from benchmarks.rap_cases import batch_of
+from benchmarks.rap_plans import PLANS, make_plan
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features import reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable, Reader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.operators import FeatureType
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packer, program_of
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
+from tests.mpi_dataworkers import features_reference as reference
 
 NAN, INF, LARGE = math.nan, math.inf, 2**63 - 1
 
@@ -246,7 +246,7 @@ def test_the_kernel_is_compiled_for_gpus_that_are_not_here(
     """For the A100 and the H200; what registers hold has room in them."""
     program = f"""
 import json
-from hetstream.mpi_dataworkers.gpu_features.offline import compile_for
+from tests.mpi_dataworkers.gpu_features.offline import compile_for
 print(json.dumps([vars(compile_for({architecture}, tile)) for tile in {tiles}]))
 """
     for compiled in json.loads(compile_offline(program, str(tmp_path))):

@@ -21,9 +21,9 @@ from hetstream.mpi_dataworkers.features.operators import BoxCox, Clamp, FillNull
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features import capacity, captured, corun, fused
 from hetstream.mpi_dataworkers.gpu_features.capacity import GpuProbing, LayerHooks
-from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
-from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.sources.tables import CsvDataset
+from tests.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
+from tests.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 
 GUIDE = Path(__file__).parents[3] / "docs" / "gpu-features.md"
 ROWS = 24
@@ -115,7 +115,7 @@ def test_the_examples_of_the_gpu_guide_run_as_they_are_printed(
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     checks: dict[str, Callable[[], object]] = {
         "FusedTransform(": lambda: same(reader["features"], expected(reader["batch"])),
-        "make_plan(": lambda: reader["found"].kernels or pytest.fail("no kernel"),
+        "search(problem": lambda: reader["found"].kernels or pytest.fail("no kernel"),
         "GpuProbing(": lambda: [layer.memory_s > 0 for layer in reader["layers"]].index(True),
         "corun(loader)": lambda: len(reader["losses"]) == ROWS // 8 or pytest.fail("a batch is missing"),
         "CapturedCoRun(": lambda: reader["training"].corun.fallback.missing and pytest.fail("nothing was captured"),

@@ -11,6 +11,7 @@ import torch
 from random_features import as_bytes, random_batch, random_graph
 
 from benchmarks.rap_cases import batch_of, layers, problem_of
+from benchmarks.rap_plans import PLANS, make_plan
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
@@ -19,7 +20,6 @@ from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridDecision, HybridFeatures, decide
 from hetstream.mpi_dataworkers.gpu_features.launches import plan_launches
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, Batches, operations_of
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 
 ROWS = 1 << 17  # so many that work counts, and not launches alone

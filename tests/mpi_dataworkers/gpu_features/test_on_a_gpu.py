@@ -9,6 +9,7 @@ import torch
 from interpreted import same
 
 from benchmarks.rap_cases import batch_of
+from benchmarks.rap_plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.features.batches import Jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.capacity import GpuProbing, capacities
@@ -16,7 +17,6 @@ from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
 from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
 from hetstream.mpi_dataworkers.gpu_features.launches import all_at_once
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

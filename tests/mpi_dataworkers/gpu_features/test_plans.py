@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from benchmarks.rap_cases import batch_of
+from benchmarks.rap_plans import KAGGLE_IDS, PLANS, TERABYTE_IDS, PlanSize, make_plan
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.features import reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import from_json, to_json
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, FillNull, Ngram
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, Device, length_after, operations_of
-from hetstream.mpi_dataworkers.gpu_features.plans import KAGGLE_IDS, PLANS, TERABYTE_IDS, PlanSize, make_plan
+from tests.mpi_dataworkers import features_reference as reference
 
 # The paper's Table 3: dense and sparse features, operators of a feature, of all. It says 9.80 of plan 3, and 1548 are
 # 9.92 of each; plan 4 is our own.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from random_features import as_bytes, random_batch, random_graph
 
+from benchmarks.rap_plans import PLANS, make_plan
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
@@ -26,7 +27,6 @@ from hetstream.mpi_dataworkers.gpu_features.hybrid import (
     trainers,
 )
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, Batches
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 from hetstream.mpi_dataworkers.loader.features import PartTimes
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hetstream.slurm_plugin.model.joint import Candidates, exact, upgrades
-from hetstream.slurm_plugin.model.pareto import front
+from benchmarks.resource_model.joint import Candidates, exact, upgrades
+from benchmarks.resource_model.pareto import front
 from hetstream.slurm_plugin.policy.policies import POLICIES, RHO, expected_remaining_s, under_all_rules
 from hetstream.slurm_plugin.policy.table import JobTable, Pool, job_table
 

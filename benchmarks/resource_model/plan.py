@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.pareto import front
-from hetstream.slurm_plugin.model.step_time import StepTimeModel
-from hetstream.slurm_plugin.model.terms import Array, Configurations
+from benchmarks.resource_model.pareto import front
+from benchmarks.resource_model.step_time import StepTimeModel
+from benchmarks.resource_model.terms import Array, Configurations
 
 # More than this is no grid of one job but a mistake: a million points take a quarter of a second.
 MOST_POINTS = 4 << 20

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.pareto import front, upper_hull
-from hetstream.slurm_plugin.model.terms import Array
+from benchmarks.resource_model.pareto import front, upper_hull
+from benchmarks.resource_model.terms import Array
 
 
 @dataclass(frozen=True)

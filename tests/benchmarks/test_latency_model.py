@@ -13,13 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.rap_kernels import Work, counts_of, samples, with_shares
-from benchmarks.rap_predict import Whole, expected_s, graphs, held_out, plans
-from benchmarks.rap_timing import kernel_of
-from benchmarks.running import ROOT
-from hetstream import FeatureError
-from hetstream.mpi_dataworkers.features.operators import OPERATORS, FirstX, Ngram, Operator
-from hetstream.mpi_dataworkers.gpu_features.predictor import (
+from benchmarks.latency_model import (
     CACHE_BYTES,
     CLASSES,
     OTHERS,
@@ -28,6 +22,12 @@ from hetstream.mpi_dataworkers.gpu_features.predictor import (
     Roofline,
     beyond_caches,
 )
+from benchmarks.rap_kernels import Work, counts_of, samples, with_shares
+from benchmarks.rap_predict import Whole, expected_s, graphs, held_out, plans
+from benchmarks.rap_timing import kernel_of
+from benchmarks.running import ROOT
+from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features.operators import OPERATORS, FirstX, Ngram, Operator
 
 
 def sizes_of(kind: str) -> list[KernelSize]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetstream.hetjob.elastic.step_terms import UsualLength
-from hetstream.slurm_plugin.model.history import Features, PastJob, past_job_of, usual_length
+from hetstream.slurm_plugin.past_jobs import Features, PastJob, past_job_of, usual_length
 
 
 def past(name: str, share: float | None, job: str = "1") -> PastJob:

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hetstream.slurm_plugin.errors import ModelError
-from hetstream.slurm_plugin.model.joint import Candidates
-from hetstream.slurm_plugin.model.terms import Array
+from benchmarks.resource_model.joint import Candidates
+from benchmarks.resource_model.terms import Array, ModelError
 
 
 def joint_front(
@@ -34,7 +33,7 @@ def joint_front(
         from pymoo.optimize import minimize
     except ImportError as error:
         raise ModelError(
-            "joint plans by NSGA-II need pymoo, which is not installed here. Run: pip install 'hetstream[pareto]'"
+            "joint plans by NSGA-II need pymoo, which is not installed here. Run: pip install pymoo"
         ) from error
 
     class Choices(Problem):  # type: ignore[misc]  # pymoo has no types

@@ -11,18 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hetstream.slurm_plugin.errors import ModelError
-from hetstream.slurm_plugin.model.fit import Observations, fit
-from hetstream.slurm_plugin.model.identify import propose_probes
-from hetstream.slurm_plugin.model.plan import grid
-from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel
-from hetstream.slurm_plugin.model.terms import (
+from benchmarks.resource_model.fit import Observations, fit
+from benchmarks.resource_model.identify import propose_probes
+from benchmarks.resource_model.plan import grid
+from benchmarks.resource_model.step_time import Side, StepTimeModel
+from benchmarks.resource_model.terms import (
     FED_PARAMETER_SERVERS,
     GPU_TRAINERS,
     PARAMETER_SERVERS,
     Array,
     Configurations,
     Family,
+    ModelError,
     Term,
     Workload,
 )
@@ -276,5 +276,5 @@ def test_without_scipy_one_error_says_what_to_install(monkeypatch: pytest.Monkey
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModelError, match=r"needs scipy.*pip install 'hetstream\[model\]'"):
+    with pytest.raises(ModelError, match=r"needs scipy.*pip install scipy"):
         fit(GPU_TRAINERS, WORKLOAD, Observations(FED[[0]], np.ones(1)))

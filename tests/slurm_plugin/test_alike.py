@@ -28,7 +28,7 @@ from hetstream.slurm_plugin.insight.proposals import (
     past_jobs,
     remember,
 )
-from hetstream.slurm_plugin.model.history import (
+from hetstream.slurm_plugin.past_jobs import (
     LEAST_LIKENESS,
     Features,
     PastJob,

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from hetstream.slurm_plugin.errors import HistoryError
-from hetstream.slurm_plugin.model.history import (
+from hetstream.slurm_plugin.past_jobs import (
     HISTORY_FILE,
     KEY_FILE,
     Features,
@@ -133,8 +133,8 @@ def test_a_killed_writer_leaves_what_was_committed(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from hetstream.slurm_plugin.model.history import JobHistory
-from hetstream.slurm_plugin.model.history import Features, PastJob
+from hetstream.slurm_plugin.past_jobs import JobHistory
+from hetstream.slurm_plugin.past_jobs import Features, PastJob
 history = JobHistory(Path({str(tmp_path)!r}))
 history.add([PastJob("1", 1.0, Features("train"), 1, 1, None, 0.0, 0.0)], 1.0)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel
-from hetstream.slurm_plugin.model.terms import Array, Configurations, Indices
+from benchmarks.resource_model.step_time import Side, StepTimeModel
+from benchmarks.resource_model.terms import Array, Configurations, Indices
 
 # A direction of the scaled columns with less than this share of the strongest one is lost in any noise.
 _LOST = 1e-3

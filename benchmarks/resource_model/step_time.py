@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Term, Workload
+from benchmarks.resource_model.terms import Array, Configurations, Family, Term, Workload
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.terms import Array, Indices
+from benchmarks.resource_model.terms import Array, Indices
 
 
 def front(costs: Array, gains: Array) -> Indices:

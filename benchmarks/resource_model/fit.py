@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetstream.slurm_plugin.errors import ModelError
-from hetstream.slurm_plugin.model.identify import confused_terms, lost_directions
-from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel
-from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Flags, Term, Workload
+from benchmarks.resource_model.identify import confused_terms, lost_directions
+from benchmarks.resource_model.step_time import Side, StepTimeModel
+from benchmarks.resource_model.terms import Array, Configurations, Family, Flags, ModelError, Term, Workload
 
 # A loader that waits for less of its time than this is fed: a scheduler's hiccup is no lack of data.
 _FED = 0.02
@@ -224,7 +223,7 @@ def _nnls(rows: Array, target: Array) -> Array:
         from scipy.optimize import nnls
     except ImportError as error:
         raise ModelError(
-            "the resource model needs scipy, which is not installed here. Run: pip install 'hetstream[model]'"
+            "the resource model needs scipy, which is not installed here. Run: pip install scipy"
         ) from error
     solution, _ = nnls(rows, target, maxiter=50 * rows.shape[1] + 100)
     found: Array = np.asarray(solution, dtype=np.float64)

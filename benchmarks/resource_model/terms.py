@@ -19,6 +19,10 @@ Flags = NDArray[np.bool_]
 Indices = NDArray[np.intp]
 
 
+class ModelError(Exception):
+    """There is nothing to be fitted to, or a library is missing."""
+
+
 @dataclass(frozen=True)
 class Configurations:
     """Amounts of resources, each an array of shape (n,); broadcast against one another where they are made.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +12,12 @@ import numpy.typing as npt
 
 from benchmarks.running import ROOT
 from hetstream.slurm_plugin.simulate.models import list_from, synthetic_trace, with_models
-from hetstream.slurm_plugin.simulate.traces import ReadOptions, read_trace
-from hetstream.slurm_plugin.simulate.workload import Workload
+from hetstream.slurm_plugin.simulate.workload import Workload, build
 
 TRACES = ROOT.parent / "shared" / "traces"
 FROZEN, PHILLY = "goldminer_8h_ref_workloads.csv", "philly_jobs.csv"
 NUM_FROZEN, FROZEN_JOBS = 20, 88
+_FROZEN_NUMBERS = ("submit_min", "num_gpus", "ideal_min", "cpus_per_gpu_ideal", "trainer_cpus_per_gpu", "dw_overhead")
 # What is made up has as many jobs in as many days as Philly's trace.
 MADE_UP_JOBS, MADE_UP_DAYS = 82_247, 109.0
 
@@ -46,8 +48,10 @@ class JobLists:
     def lists(self, num_jobs: int, num_lists: int) -> list[Workload]:
         """So many lists of so many jobs."""
         if num_jobs == FROZEN_JOBS and self.is_real:
-            options = [ReadOptions(workload=place) for place in range(min(num_lists, NUM_FROZEN))]
-            return [read_trace(FROZEN, self._frozen_text, "goldminer", one).workload for one in options]
+            rows = list(csv.DictReader(self._frozen_text.splitlines()))
+            return [
+                _frozen([row for row in rows if row["seed"] == str(at)]) for at in range(min(num_lists, NUM_FROZEN))
+            ]
         return [list_from(*self.trace(), num_jobs, seed) for seed in range(num_lists)]
 
     def whole(self, num_jobs: int) -> Workload:
@@ -71,3 +75,17 @@ class JobLists:
             else:
                 self._trace = synthetic_trace(MADE_UP_JOBS, MADE_UP_DAYS, 0)
         return self._trace
+
+
+def _frozen(rows: Sequence[Mapping[str, str]]) -> Workload:
+    """One of GoldMiner's lists."""
+    column = {name: np.array([float(row[name]) for row in rows]) for name in _FROZEN_NUMBERS}
+    columns = {
+        "submit_s": column["submit_min"] * 60,
+        "work_s": column["ideal_min"] * 60,
+        "units": column["num_gpus"],
+        "ideal_cpus": column["cpus_per_gpu_ideal"],
+        "trainer_cpus": column["trainer_cpus_per_gpu"],
+        "overhead": column["dw_overhead"],
+    }
+    return build([f"{row['job']}:{row['model']}" for row in rows], columns)

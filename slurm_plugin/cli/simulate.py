@@ -39,7 +39,7 @@ from hetstream.slurm_plugin.simulate.scenario import (
     WorkerOptions,
 )
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions
-from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, Trace, read_openb_nodes, read_trace
+from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, Trace, read_trace
 from hetstream.slurm_plugin.simulate.workload import MOST, Cluster, Workload, of_nodes, parse
 
 EPILOG = f"""\
@@ -51,7 +51,7 @@ is told:
 other examples:
   hetstream simulate jobs.csv --cluster '8*gpus=8,cpus=64,memory_gib=256'
   hetstream simulate jobs.csv --cluster cluster.json --policies fair,srtf --disciplines easy --json
-  hetstream simulate goldminer.csv --cluster '8*gpus=8,cpus=64' --seeds 20 --window 8.33
+  hetstream simulate philly_jobs.csv --cluster '312*gpus=8,cpus=96' --seeds 5 --window 8.33
   hetstream simulate jobs.csv --cluster '8*gpus=8,cpus=64' --policies tuned,srtf --packing
 
 exit codes:
@@ -87,7 +87,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="FILE", help="jobs: a trace, a table, or an export of sacct -P")
     parser.add_argument("--form", choices=_FORMS, default="auto", help="what FILE is (default: by its columns)")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--cluster", metavar="FILE|TEXT", help="JSON, openb's list of nodes, or '8*gpus=8,cpus=64'")
+    where.add_argument("--cluster", metavar="FILE|TEXT", help="JSON, or '8*gpus=8,cpus=64'")
     where.add_argument("--from-slurm", action="store_true", help="the usable nodes of this site")
     named = ", ".join((*BASELINES, *POLICIES))
     parser.add_argument(
@@ -191,9 +191,6 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
     usual, assumed = FailureOptions(), Assumptions()
     group.add_argument("--seeds", type=int, default=1, metavar="N", help="so many runs, with intervals (1)")
     group.add_argument("--seed", type=int, default=0, help="of the first run (0)")
-    group.add_argument(
-        "--list", type=int, default=0, metavar="N", help="which list of a file that has several; then the next"
-    )
     group.add_argument(
         "--window", type=float, metavar="HOURS", help="for shares of GPUs and CPUs (default: to the last end)"
     )
@@ -313,13 +310,10 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _traces(args: argparse.Namespace) -> list[Trace]:
     text = read_text(args.trace, "list of jobs", _MOST_OF_TRACE)
-    options = ReadOptions(args.seed, args.skip_bad, args.list, Assumptions(gpu_share=args.gpu_busy))
+    options = ReadOptions(args.seed, args.skip_bad, Assumptions(gpu_share=args.gpu_busy))
     if not 0 < args.gpu_busy <= 1:
         raise UsageError(f"--gpu-busy={args.gpu_busy}: must be above 0 and at most 1")
     first = read_trace(args.trace, text, args.form, options)
-    if args.seeds > 1 and first.form in ("goldminer", "pollux"):
-        steps = [replace(options, seed=args.seed + place, workload=args.list + place) for place in range(1, args.seeds)]
-        return [first, *(read_trace(args.trace, text, first.form, step) for step in steps)]
     if args.seeds > 1 and first.form == "philly":
         steps = [replace(options, seed=args.seed + place) for place in range(1, args.seeds)]
         return [first, *(read_trace(args.trace, text, first.form, step) for step in steps)]
@@ -354,7 +348,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     # A text of many groups is longer than the name of a file may be, and os.path says then that there is none.
     is_text = args.cluster.lstrip().startswith("{") or ("=" in args.cluster and not os.path.exists(args.cluster))
     text = args.cluster if is_text else read_text(args.cluster, "list of nodes", _MOST_OF_CLUSTER)
-    return read_openb_nodes(args.cluster, text) if text.startswith("sn,") else parse(text)
+    return parse(text)
 
 
 def _disciplines(text: str) -> list[Discipline]:

@@ -1,4 +1,4 @@
-"""Public traces and a table of our own, as workloads: lines of text -> Workload. Pure; the command opens the files."""
+"""Philly's trace, exports of sacct and a table of our own, as workloads: lines of text -> Workload. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from hetstream.slurm_plugin.simulate.sharing import Sharing
 from hetstream.slurm_plugin.simulate.workload import (
     AS_UTF_8,
     NUL,
-    Cluster,
     Lines,
     Points,
     Workload,
     build,
     curves_of,
-    of_groups,
     parse_curve,
     quoted,
     read,
 )
-
-_MIB_PER_GIB = 1024
 
 
 @dataclass(frozen=True)
@@ -52,13 +48,11 @@ class ReadOptions:
     Attributes:
         seed: of what a trace does not say, such as models.
         skip_bad: leave out lines that are wrong, instead of refusing the file.
-        workload: which of the lists of a file that has several.
         assumptions: of an export of sacct.
     """
 
     seed: int = 0
     skip_bad: bool = False
-    workload: int = 0
     assumptions: Assumptions = field(default_factory=Assumptions)
 
 
@@ -73,16 +67,7 @@ OWN_OPTIONAL = (
     "job_class", "gpu_use", "gpu_memory_gib",
 )  # fmt: skip
 _PHILLY = ("job_id", "submit_s", "duration_s", "num_gpus")
-_POLLUX = ("workload", "name", "submit_s", "application", "num_replicas")
-_GOLDMINER = ("seed", "job", "submit_min", "num_gpus", "ideal_min", "cpus_per_gpu_ideal", "trainer_cpus_per_gpu")
-_OPENB = ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli", "creation_time", "deletion_time", "scheduled_time")
 
-# Pollux names applications and no run times. GPU-hours are those of the classes of its paper (small, medium, large,
-# extra large); CPUs per GPU where Synergy's profiles of the same networks stop to grow.
-_APPLICATIONS: Mapping[str, tuple[float, float, float]] = {
-    "cifar10": (0.1, 1, 9), "ncf": (0.1, 1, 1), "bert": (1, 10, 1), "deepspeech2": (1, 10, 3), "yolov3": (10, 100, 6),
-    "imagenet": (100, 1000, 4),
-}  # fmt: skip
 _YES, _NO = ("1", "yes", "true"), ("", "0", "no", "false")
 _CLASSES = tuple(kind.value for kind in (JobClass.GUARANTEED, JobClass.OPPORTUNISTIC))
 
@@ -110,9 +95,10 @@ def _form_of(source: str, head: str) -> str:
         raise SimulationInputError(source, [f"line 1: {NUL}. {AS_UTF_8}"])
     names = {name.strip() for name in head.replace("|", ",").split(",")}
     columns = {
-        "philly": _PHILLY, "pollux": _POLLUX, "goldminer": _GOLDMINER, "openb": _OPENB, "csv": OWN_REQUIRED,
+        "philly": _PHILLY,
+        "csv": OWN_REQUIRED,
         "sacct": SACCT_COLUMNS,
-    }  # fmt: skip
+    }
     for form, required in columns.items():
         if set(required) <= names:
             return form
@@ -165,65 +151,6 @@ def _philly(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
     workload = with_models(table[:, 0], table[:, 1], table[:, 2].astype(np.int64), draw)
     note = f"the trace says nothing of CPUs: models are drawn with seed {options.seed}, half of them CPU-intensive"
     return Trace("philly", workload, (note, *_left_out(lines)))
-
-
-def _pollux(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
-    lines = read(source, text, _POLLUX, None)
-    number = options.workload or 1
-    lines.records = [(line, record) for line, record in lines.records if record["workload"] == str(number)]
-    values = _numbers(lines, ("submit_s", "num_replicas"))
-    _whole(lines, "num_replicas", 1)
-    for line, record in lines.records:
-        if record["application"] not in _APPLICATIONS:
-            lines.complain(line, f"application {record['application']!r} is not one of {', '.join(_APPLICATIONS)}")
-    rows = lines.good(options.skip_bad)
-    table = np.array([values[line] for line, _ in rows])
-    low, high, cpus = np.array([_APPLICATIONS[row["application"]] for _, row in rows]).T
-    draw = np.random.default_rng([options.seed, 5])
-    gpu_hours = np.exp(draw.uniform(np.log(low), np.log(high)))
-    columns = {"submit_s": table[:, 0], "units": table[:, 1], "work_s": gpu_hours * 3600 / table[:, 1]}
-    columns |= {"ideal_cpus": cpus, "trainer_cpus": np.minimum(cpus, 2)}
-    workload = build([row["name"] for _, row in rows], columns)
-    note = f"workload {number}; it has no run times: GPU-hours are drawn from its paper's classes, seed {options.seed}"
-    return Trace("pollux", workload, (note, *_left_out(lines)))
-
-
-def _goldminer(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
-    lines = read(source, text, _GOLDMINER, None)
-    chosen = [(line, row) for line, row in lines.records if row["seed"] == str(options.workload)]
-    if lines.records and not chosen:
-        there = sorted({int(row["seed"]) for _, row in lines.records if row["seed"].isdigit()})
-        raise SimulationInputError(source, [f"it has no list {options.workload}; there are {there}"])
-    lines.records = chosen
-    values = _numbers(lines, (*_GOLDMINER[2:], "dw_overhead"), {"dw_overhead": 0.0})
-    _whole(lines, "num_gpus", 1)
-    _above_zero(lines, "ideal_min")
-    rows = lines.good(options.skip_bad)
-    submit, units, ideal, cpus, trainer, overhead = np.array([values[line] for line, _ in rows]).T
-    columns = {"submit_s": submit * 60, "work_s": ideal * 60, "units": units, "ideal_cpus": cpus}
-    columns |= {"trainer_cpus": trainer, "overhead": overhead}
-    names = [f"{row['job']}:{row.get('model', '')}" for _, row in rows]
-    return Trace("goldminer", build(names, columns), (f"list {options.workload} of the file", *_left_out(lines)))
-
-
-def _openb(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
-    lines = read(source, text, _OPENB, None)
-    values = _numbers(lines, _OPENB[1:], {"scheduled_time": 0.0, "deletion_time": 0.0})
-    _whole(lines, "num_gpu")
-    for line, _ in lines.records:
-        created, deleted, scheduled = values[line][4:]
-        if line not in lines.bad and scheduled and deleted <= max(created, scheduled):
-            lines.complain(line, f"its end at {deleted:.0f} is not after its start at {scheduled:.0f}")
-    rows = [(line, row) for line, row in lines.good(options.skip_bad) if values[line][6] > 0]
-    cpu, memory, gpus, milli, created, deleted, scheduled = np.array([values[line] for line, _ in rows]).T
-    columns = {
-        "submit_s": created, "work_s": deleted - scheduled, "gpus": gpus, "ideal_cpus": np.maximum(cpu / 1000, 1e-3),
-        "trainer_cpus": cpu / 1000, "memory_gib": memory / _MIB_PER_GIB,
-    }  # fmt: skip
-    parts = int(((milli < 1000) & (gpus > 0)).sum())
-    notes = [f"{len(lines.records) - len(rows) - len(lines.bad)} pod(s) never ran and are left out"]
-    notes += [f"{parts:,} pod(s) ask for a part of a GPU and get a whole one"] if parts else []
-    return Trace("openb", build([row["name"] for _, row in rows], columns), (*notes, *_left_out(lines)))
 
 
 def _own(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
@@ -312,25 +239,8 @@ def _left_out(lines: Lines) -> tuple[str, ...]:
     return (f"{len(lines.bad):,} line(s) are wrong and left out",) if lines.bad else ()
 
 
-def read_openb_nodes(source: str, text: str) -> Cluster:
-    """The cluster of openb's list of nodes.
-
-    Raises:
-        SimulationInputError: with all that is wrong.
-    """
-    lines = read(source, text.split("\n"), ("sn", "cpu_milli", "memory_mib", "gpu"), None)
-    values = _numbers(lines, ("cpu_milli", "memory_mib", "gpu"))
-    return of_groups(
-        {"cpus": cpu // 1000, "memory_gib": memory / _MIB_PER_GIB, "gpus": gpu}
-        for cpu, memory, gpu in (values[line] for line, _ in lines.good(skip_bad=False))
-    )
-
-
 READERS: Mapping[str, Reader] = {
     "csv": _own,
     "philly": _philly,
-    "pollux": _pollux,
-    "goldminer": _goldminer,
-    "openb": _openb,
     "sacct": _sacct,
 }

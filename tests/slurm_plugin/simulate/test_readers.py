@@ -17,24 +17,10 @@ from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.models import HEAVY, LIGHT, list_from, synthetic_trace
 from hetstream.slurm_plugin.simulate.sacct import Assumptions
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
-from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, read_openb_nodes, read_trace
+from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, read_trace
 from hetstream.slurm_plugin.simulate.workload import MOST_FIELD
 
 PHILLY = "job_id,submit_s,duration_s,num_gpus,vc\n7,100,60,1,a\n8,40,120,8,b\n"
-GOLDMINER = """\
-seed,job,submit_min,num_gpus,model,ideal_min,cpus_per_gpu_ideal,trainer_cpus_per_gpu,dw_overhead
-0,0,1.5,1,WDL,65.5,36.0,3,0
-1,0,2.0,2,ResNet18,30,27,3,0.063
-"""
-POLLUX = (
-    "workload,name,submit_s,application,num_replicas,batch_size\n1,cifar10-0,107,cifar10,2,128\n2,bert-0,1,bert,1,8\n"
-)
-OPENB = """\
-name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time
-pod-0,12000,16384,1,1000,,LS,Running,10,110,20
-pod-1,6000,2048,1,460,,LS,Running,20,120,30
-pod-2,6000,2048,1,460,,LS,Pending,20,0,0
-"""
 OWN = """\
 submit_s,run_s,num_gpus,cpus_per_gpu,trainer_cpus_per_gpu,user,heterogeneous,time_limit_s
 50,100,2,16,2,ann,yes,600
@@ -65,29 +51,6 @@ def test_philly_is_sorted_from_zero_and_gets_models() -> None:
     assert set(trace.workload.ideal_cpus) <= {model.ideal_cpus for model in (*HEAVY, *LIGHT)}
     again = read_trace("p", PHILLY, options=ReadOptions(seed=0))
     assert again.workload.ideal_cpus.tolist() == trace.workload.ideal_cpus.tolist()
-
-
-def test_a_list_of_goldminer_is_chosen_by_its_number() -> None:
-    load = read_trace("g", GOLDMINER, options=ReadOptions(workload=1)).workload
-    assert (load.work_s[0], load.demand[0], load.overhead[0]) == (1800, 48, 0.063)
-    with pytest.raises(SimulationInputError, match=r"no list 7; there are \[0, 1\]"):
-        read_trace("g", GOLDMINER, options=ReadOptions(workload=7))
-
-
-def test_pollux_has_run_times_of_its_classes() -> None:
-    load = read_trace("x", POLLUX).workload
-    assert 0.1 <= load.work_s[0] * 2 / 3600 <= 1
-    bert = read_trace("x", POLLUX, options=ReadOptions(workload=2)).workload
-    assert 1 <= bert.work_s[0] / 3600 <= 10
-
-
-def test_openb_leaves_out_pods_that_never_ran() -> None:
-    trace = read_trace("o", OPENB)
-    assert trace.workload.work_s.tolist() == [90, 90]
-    assert trace.workload.memory_gib.tolist() == [16, 2]
-    assert [note.split()[0] for note in trace.notes] == ["1", "1"]
-    nodes = read_openb_nodes("n", "sn,cpu_milli,memory_mib,gpu,model\na,96000,786432,8,V100\nb,64000,1024,0,\n")
-    assert nodes.describe() == "2 nodes, 8 GPUs, 160 CPUs"
 
 
 def test_a_line_with_a_zero_byte_is_a_problem() -> None:
@@ -311,7 +274,7 @@ def test_tables_of_another_form_are_refused(text: str, said: str) -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.sampled_from([PHILLY, GOLDMINER, POLLUX, OPENB, OWN, CURVES, SACCT]), st.data())
+@given(st.sampled_from([PHILLY, OWN, CURVES, SACCT]), st.data())
 def test_damaged_tables_are_read_or_refused(text: str, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, min(len(text), start + 30)))

@@ -114,7 +114,7 @@ _REPORT_NS = 100_000_000
 
 
 class Channel(Protocol):
-    """Where orders come from, and statistics go: a `Connection`, or files as AntMan has them."""
+    """Where orders come from, and statistics go: a `Connection`."""
 
     @property
     def job_class(self) -> JobClass:

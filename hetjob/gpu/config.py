@@ -30,7 +30,6 @@ class SharingSettings:
         socket: of the coordinator.
         host_bytes: memory of the host that may stand in for memory of the GPU.
         coordinator_uid: user that the coordinator runs as, if that is neither root nor this user.
-        config_file, status_file: AntMan's files, in the place of a coordinator (`antman.py`); empty: none.
         gpus: all that the job has on this node.
         rank: of the process among those of the job on this node.
         problem: why the environment does not say which GPU it is; empty if it does.
@@ -43,8 +42,6 @@ class SharingSettings:
     socket: str
     host_bytes: int
     coordinator_uid: int | None = None
-    config_file: str = ""
-    status_file: str = ""
     gpus: tuple[str, ...] = ()
     rank: LocalRank = LocalRank()  # noqa: RUF009
     problem: str = ""
@@ -101,8 +98,6 @@ def settings_from_environment(
         socket=environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET),
         host_bytes=int(host_bytes),
         coordinator_uid=coordinator_uid,
-        config_file="" if "HETSTREAM_GPU_SOCKET" in environ else environ.get("GPU_CONFIG_FILE", ""),
-        status_file=environ.get("GPU_STATUS_FILE", ""),
     )
 
 

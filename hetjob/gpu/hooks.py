@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -18,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from hetstream.base.errors import OptionsError
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.agent import Agent, Channel
-from hetstream.hetjob.gpu.antman import FileChannel
 from hetstream.hetjob.gpu.config import SharingSettings
 from hetstream.hetjob.gpu.cuda import CudaGpu, Launches, current_gpu, is_in_use, used_beside
 from hetstream.hetjob.gpu.device import Device
@@ -100,9 +98,6 @@ def _agent(settings: SharingSettings, gpu: Device, launcher: int) -> Agent:
             name = current_gpu(settings.gpus) or name
         if not name:
             raise GpuJobRefused(settings.problem)
-        if settings.config_file:
-            status = Path(settings.status_file) if settings.status_file else None
-            return FileChannel(Path(settings.config_file), status, name)
         introduction = Introduction(
             VERSION, settings.job, settings.job_class, name,
             rank=rank.number, num_ranks=rank.count, launch=rank.launch, program=settings.program,

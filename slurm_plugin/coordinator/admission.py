@@ -439,7 +439,7 @@ def guaranteed_processes(socket: Path) -> list[GuaranteedProcess]:
             settings = settings_from_environment(environ, int(name))
         except OptionsError:  # it ends, as soon as it reads that
             continue
-        if settings is None or settings.job_class is not JobClass.GUARANTEED or settings.config_file:
+        if settings is None or settings.job_class is not JobClass.GUARANTEED:
             continue
         if os.path.realpath(settings.socket) == os.path.realpath(socket) and _has_torch(directory):
             job = printable(settings.program or settings.job)

@@ -104,11 +104,6 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "hetjob/gpu/test_pages.py::test_nobody_can_make_a_page_shorter_below_its_reader",
         "hetjob/gpu/test_pages.py::test_whatever_stands_in_a_page_reading_it_does_no_harm",
     ),
-    "he puts a pipe, a link or brackets without end where a job looks for AntMan's files": (
-        "hetjob/gpu/test_antman.py::test_a_pipe_in_the_place_of_the_file_holds_up_nobody",
-        "hetjob/gpu/test_antman.py::test_a_planted_link_is_not_written_through",
-        "hetjob/gpu/test_antman.py::test_brackets_without_end_are_no_order",
-    ),
     "he takes the port of a dispatcher that died, and answers there": (
         "mpi_dataworkers/test_taken_port.py::test_a_peer_that_a_stranger_has_turned_away_comes_back_to_the_same_port",
     ),

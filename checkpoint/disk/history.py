@@ -13,13 +13,12 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.base.files import Directory, UntrustedFile, temporary_name
+from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
 from hetstream.checkpoint.errors import CheckpointError, DamagedLineage, DirectoryReplaced, first_line, reach
 from hetstream.checkpoint.record.layout import Generation
@@ -186,24 +185,6 @@ def check_start(root: Directory, start_id: str) -> None:
 # Steps of writing that outlive a power cut, for paths that this user has named or made.
 #
 # What lies in a directory that may come from elsewhere is reached through `hetstream.base.files.Directory` alone.
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a path where nothing is; what the block makes there takes the place of `path` at its end.
-
-    If the block fails, what it made is removed, if it is a file, and `path` is as it was.
-    """
-    temporary = path.with_name(temporary_name(path.name))
-    temporary.unlink(missing_ok=True)
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    with Directory.open(path.absolute().parent) as parent:
-        parent.sync()
 
 
 def write_whole(path: Path, data: bytes) -> None:

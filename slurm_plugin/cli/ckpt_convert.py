@@ -23,7 +23,6 @@ torch.distributed.checkpoint (dcp); a file of torch.save; a safetensors file.
   --to torch        one file for torch.load(..., weights_only=True): the state, nested as it was
   --to safetensors  one file of all tensors, by their names in the state
   --to flash        one more checkpoint in the directory DST, newer than all there, as FlashCheckpointer restores it
-  --to hdf5         metadata and the loader's state of all checkpoints, without weights, for analysis tools
 
 Sharded tensors become whole. Of values that each rank has for itself, those of rank 0 are taken. No code in SRC is run.
 Exit codes: 0 done, 1 SRC is damaged, missing or cannot be held by DST, 2 the command line is wrong.
@@ -32,7 +31,6 @@ examples:
   hetstream ckpt convert checkpoints model.pt --to torch              the newest checkpoint
   hetstream ckpt convert --step 1200 checkpoints dcp --to dcp
   hetstream ckpt convert old_dcp checkpoints --to flash --as-step 1200
-  hetstream ckpt convert checkpoints run.h5 --to hdf5
 """
 
 
@@ -42,11 +40,10 @@ def add_ckpt_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("source", type=Path, metavar="SRC", help="what to convert")
     parser.add_argument("target", type=Path, metavar="DST", help="what to make of it; must not exist, except for flash")
-    parser.add_argument("--to", required=True, choices=(*KINDS, "hdf5"), help="format of DST")
-    parser.add_argument("--step", type=int, metavar="N", help="of which step (default: the newest; to hdf5: all)")
+    parser.add_argument("--to", required=True, choices=KINDS, help="format of DST")
+    parser.add_argument("--step", type=int, metavar="N", help="of which step (default: the newest)")
     parser.add_argument("--as-step", type=int, metavar="N", help="flash: which step DST is of, if SRC does not say")
     parser.add_argument("--under", metavar="KEY", help="put all of SRC under this key, e.g. model")
-    parser.add_argument("--keys", metavar="KEYS", help="hdf5: keys to export, separated by commas (default: loader)")
     parser.add_argument("--dry-run", action="store_true", help="read SRC and say what would be written")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.set_defaults(run=run)
@@ -55,12 +52,9 @@ def add_ckpt_convert_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, or say what would be."""
     source = detect(args.source)
-    if args.to == "hdf5" and source.kind != "flash":
-        raise OptionsError(f"{args.source} is {source.kind}: only a directory of checkpoints can be turned into HDF5")
     _check_options(args, source)
     check_target(args.target, args.to)
-    convert = _export_data if args.to == "hdf5" else _convert_weights
-    done = read_apart(source.path, lambda: convert(source, args))
+    done = read_apart(source.path, lambda: _convert(source, args))
     done = {"source": str(args.source), "from": source.kind, "to": args.to, "dry_run": args.dry_run, **done}
     if args.json:
         print(json.dumps({"meta": {"version": 1}, "conversion": done}, indent=1))
@@ -77,8 +71,6 @@ def _check_options(args: argparse.Namespace, source: Source) -> None:
     rules = (
         ("step", source.kind == "flash", f"SRC is {source.kind}, which has no steps to choose from"),
         ("as_step", args.to == "flash", "only with --to flash"),
-        ("under", args.to != "hdf5", "not with --to hdf5, which keeps the keys"),
-        ("keys", args.to == "hdf5", "only with --to hdf5"),
     )
     problems = [
         f"--{name.replace('_', '-')}={getattr(args, name)}: {rule}"
@@ -93,21 +85,7 @@ def _check_options(args: argparse.Namespace, source: Source) -> None:
         raise OptionsError("; ".join(problems))
 
 
-def _export_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
-    try:
-        from hetstream.checkpoint.convert.analysis import export_hdf5, saved_states
-    except ImportError as error:
-        raise CheckpointError(str(error)) from error
-    keys = None if args.keys is None else [key for key in args.keys.split(",") if key]
-    saved = saved_states(source, keys, args.step)
-    if not args.dry_run:
-        export_hdf5(saved, source, args.target)
-    exported = dict.fromkeys(key for checkpoint in saved for rank in checkpoint.ranks for key in rank.record.tree)
-    what = f"{', '.join(['metadata', *exported])} of {len(saved)} checkpoint(s)"
-    return {"target": str(args.target), "what": what, "notes": []}
-
-
-def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]:
+def _convert(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     try:
         from hetstream.checkpoint.convert.weights import check_step, reading, write
     except ImportError as error:

@@ -198,5 +198,5 @@ def test_convert_waits_for_no_pipe_and_reads_no_device(
         source.mkdir()
         write_checkpoint(source, STEP)
         replace_by_pipe(source / NAME / FILE)
-    assert main(["ckpt", "convert", str(source), str(tmp_path / "out.h5"), "--to", "hdf5", "--dry-run"]) == 1
+    assert main(["ckpt", "convert", str(source), str(tmp_path / "out.pt"), "--to", "torch", "--dry-run"]) == 1
     assert re.search("regular file|has no good checkpoint", capsys.readouterr().err)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -206,22 +205,7 @@ def test_tied_tensors_stay_tied_through_formats(tmp_path: Path) -> None:
         assert target.stat().st_size < 20_000
 
 
-def test_to_hdf5(ckpt: Path, tmp_path: Path) -> None:
-    save(ckpt, step=150)
-    target = tmp_path / "run.h5"
-    assert convert(ckpt, target, "--to", "hdf5", "--keys", "loader,rng") == 0
-    with h5py.File(target) as file:
-        assert file["steps"]["step"].tolist() == [120, 150]
-        np.testing.assert_allclose(file["metrics/loss"][()], [1 / 120, 1 / 150])
-        one = file["checkpoints/step-0000000150.1"]
-        assert one["ranks/0/state/loader/epoch"][()] == 1
-        assert list(one["ranks/1/state"]) == ["rng"]
-        layout = one["layout"][()]
-        assert (0, b"model.0.weight", b"F32", b"3x4", 12) in [tuple(row) for row in layout]
-        assert {row["rank"] for row in layout} == {0, 1}
-
-
-@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp", "flash", "hdf5"])
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp", "flash"])
 def test_a_dry_run_writes_nothing(ckpt: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     assert convert(ckpt, tmp_path / "out", "--to", kind, "--dry-run", "--json") == 0
@@ -245,15 +229,6 @@ def test_what_is_wrong_with_the_command_is_said(ckpt: Path, tmp_path: Path, caps
     refused(capsys, 2, "a conversion overwrites nothing", ckpt, tmp_path / "there.pt", "--to", "torch")
     refused(capsys, 2, "is no directory", ckpt, tmp_path / "no" / "a.pt", "--to", "torch")
     refused(capsys, 1, "neither of torch.save nor safetensors", tmp_path / "x.h5", tmp_path / "a", "--to", "flash")
-    refused(
-        capsys,
-        2,
-        "is torch: only a directory of checkpoints can be turned into HDF5",
-        tmp_path / "a1.pt",
-        tmp_path / "a.h5",
-        "--to",
-        "hdf5",
-    )
     refused(capsys, 1, "has no good checkpoint of step 7", ckpt, tmp_path / "a.pt", "--to", "torch", "--step", "7")
     torch.save([1, 2], tmp_path / "list.pt")
     refused(capsys, 1, "holds a list", tmp_path / "list.pt", tmp_path / "a.pt", "--to", "torch")
@@ -269,29 +244,8 @@ def test_options_that_would_change_nothing_are_refused(
     refused(capsys, 2, "--as-step=3: only with --to flash", ckpt, out, "--to", "torch", "--as-step", "3")
     refused(capsys, 2, "--as-step=-3: a step is 0", tmp_path / "a.pt", out, "--to", "flash", "--as-step", "-3")
     refused(capsys, 2, "--step=3: SRC is torch", tmp_path / "a.pt", out, "--to", "dcp", "--step", "3")
-    refused(capsys, 2, "--keys=loader: only with --to hdf5", ckpt, out, "--to", "torch", "--keys", "loader")
-    message = "--as-step=3: only with --to flash; --under=x: not with --to hdf5, which keeps the keys"
-    refused(capsys, 2, message, ckpt, out, "--to", "hdf5", "--under", "x", "--as-step", "3")
     refused(capsys, 2, "--under: a key", ckpt, out, "--to", "torch", "--under", "")
     assert not out.exists()
-
-
-def test_hdf5_of_keys_that_are_not_there_is_refused(
-    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "has no state under lodaer, x; it has model, optimizer, loader, rng"
-    for dry in ((), ("--dry-run",)):
-        refused(capsys, 2, words, ckpt, tmp_path / "run.h5", "--to", "hdf5", "--keys", "lodaer,rng,x", *dry)
-    refused(capsys, 1, "has no good checkpoint of step 7", ckpt, tmp_path / "run.h5", "--to", "hdf5", "--step", "7")
-    assert not (tmp_path / "run.h5").exists()
-    # A key that only some of the checkpoints have is exported from those.
-    generation = Generation(1, 130)
-    write_state(ckpt, PartSpec(generation, 0, 1), {"model": {"x": 1}}, shared=("model",))
-    assert commit(ckpt, generation, 1) == ()
-    assert convert(ckpt, tmp_path / "run.h5", "--to", "hdf5", "--keys", "loader") == 0
-    assert "metadata, loader of 2 checkpoint(s)" in capsys.readouterr().out
-    assert convert(ckpt, tmp_path / "newest.h5", "--to", "hdf5", "--step", "130") == 0
-    assert "metadata of 1 checkpoint(s)" in capsys.readouterr().out
 
 
 def test_a_running_job_keeps_its_directory(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-import hetstream.checkpoint.convert.analysis
 import hetstream.checkpoint.convert.weights  # noqa: F401, once for all: each command's process would import it anew
 from hetstream.checkpoint.config import JOB_WRITER
 from hetstream.checkpoint.convert.dcp import KINDS

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import msgspec
 
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.elastic.controller import Controller, Stage
+from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
 from hetstream.hetjob.elastic.step_terms import Measuring, StepTerms, WaitsByDataWorkers
 from hetstream.hetjob.job.job import JobEnvironment
-from hetstream.hetjob.master.companions import CompanionJobs, CompanionMoves, Placed, hosts_of
+from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
 from hetstream.hetjob.master.memory import CompanionMemory, MemoryWatch, TrainerMemory, read_job_memory
 from hetstream.hetjob.measured import Measured
@@ -209,7 +209,6 @@ class Elastic:
         trainer_memory = TrainerMemory(companions.job_id, partial(read_job_memory, companions.job_id))
         self.memory_watch = MemoryWatch(trainer_memory, self._memory)
         self._time = companions.time
-        self._moves = CompanionMoves()
         self._step_terms = StepTerms()
         self._waits = WaitsByDataWorkers()
         self._said = ""
@@ -304,7 +303,7 @@ class Elastic:
         if not decision.is_change:
             decision = self._leave_in_time(snapshot, now) or decision
         if not decision.is_change:
-            self._replace_one(working, hosts_of(status.data_workers), measured, now)
+            self._replace_one()
         self._said = self._headline(snapshot, decision)
         if decision.is_change:
             self._note(decision, snapshot.num_data_workers)
@@ -451,40 +450,21 @@ class Elastic:
         self._tracked[job_id] = _Tracked(cpus, CompanionState.PENDING, now, 0.0, node, takes_over, why)
         return job_id
 
-    def _replace_one(
-        self, working: Mapping[str, int], hosts: Mapping[str, str], measured: Measured | None, now: float
-    ) -> None:
-        """Submit a companion that is to take over from one that runs out of memory, or that is far from its trainer."""
+    def _replace_one(self) -> None:
+        """Submit a companion that is to take over from one that runs out of memory."""
         growing = self._memory.replacement()
-        if growing is not None:
-            reason = f"{growing.reason}; {growing.mb_per_cpu} MB a CPU are asked for"
-            if self._submit_successor(growing.job_id, growing.cpus, growing.mb_per_cpu, "", reason):
-                self._memory.replaced(growing)
-            else:
-                self._memory.not_replaced(growing)
+        if growing is None:
             return
-        nodes = self._site.preferred_nodes() if self._site is not None else ()
-        is_under_way = any(companion.takes_over for companion in self._tracked.values())
-        if not nodes or is_under_way or self._controller.stage is not Stage.COUNT:
-            return
-        placed = [
-            Placed(job_id, cpus, hosts.get(job_id, ""), self._tracked[job_id].rate_per_s)
-            for job_id, cpus in working.items()
-        ]
-        move = self._moves.move(placed, nodes, measured, now)
-        if move is None:
-            return
-        where = f"companion {move.job} is on node={move.source}, and node={move.target} of a trainer has room"
-        reason = f"{where}: {move.reason}"
-        if self._submit_successor(move.job, working[move.job], self._memory.mb_per_cpu, move.target, reason):
-            self._moves.begun(move.target, now)
+        reason = f"{growing.reason}; {growing.mb_per_cpu} MB a CPU are asked for"
+        if self._submit_successor(growing.job_id, growing.cpus, growing.mb_per_cpu, reason):
+            self._memory.replaced(growing)
         else:
-            self._moves.not_possible(move.target, now)
+            self._memory.not_replaced(growing)
 
-    def _submit_successor(self, job_id: str, cpus: int, mb_per_cpu: int | None, node: str, why: str) -> bool:
+    def _submit_successor(self, job_id: str, cpus: int, mb_per_cpu: int | None, why: str) -> bool:
         """Submit a companion that takes over from another one; false if Slurm refuses."""
         try:
-            new = self._new(cpus, mb_per_cpu, node, job_id, why)
+            new = self._new(cpus, mb_per_cpu, "", job_id, why)
         except HetstreamError as error:
             log.error("%s; Slurm takes none in its place: %s", why, error)
             return False
@@ -535,13 +515,9 @@ class Elastic:
         """Let companions that wait for a node run on any."""
         for job_id, companion in list(self._tracked.items()):
             if companion.node and companion.state is CompanionState.PENDING and now - companion.since >= _PREFER_S:
-                again = "the other one stays where it is" if companion.takes_over else "it is submitted again for any"
-                log.info("companion job=%s waits for node=%s: %s", job_id, companion.node, again)
+                log.info("companion job=%s waits for node=%s: it is submitted again for any", job_id, companion.node)
                 self._cancel(job_id)
-                if companion.takes_over:
-                    self._moves.not_possible(companion.node, now)
-                else:
-                    self._submit_one(companion.cpus, "")
+                self._submit_one(companion.cpus, "")
 
     def _ask_for_less(self, now: float) -> None:
         """Let companions that wait start in shorter holes."""

@@ -284,10 +284,3 @@ class Preference:
         sent = bytes_per_s if self._knows_links else 0.0
         found = spread(room, trainers, min(count, MAX_NODES), sent, self._network)
         return tuple(self._names[row] for row, number in found.places for _ in range(number))
-
-    def beside(self, trainer_nodes: Collection[str], size: Size, count: int) -> tuple[str, ...]:
-        """The nodes of trainers alone, one name for each of so many data workers that finds a place there."""
-        rows = [self._rows[name] for name in trainer_nodes if name in self._rows]
-        room = room_of(self._free[rows], self._free_mb[rows], *size).tolist()
-        names = [self._names[row] for row, number in zip(rows, room, strict=True) for _ in range(min(number, count))]
-        return tuple(names[: min(count, MAX_NODES)])

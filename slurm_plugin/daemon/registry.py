@@ -724,20 +724,15 @@ class Registry:
         return GrantLimit(limit, job.reason, next_s, nodes=self._preferred(job, limit))
 
     def _preferred(self, job: Registered, limit: int) -> tuple[str, ...]:
-        """Where the data workers that it may still start would be best; else where those would that it has elsewhere.
-
-        A job of version 1 is told none.
-        """
+        """Where the data workers that it may still start would be best. A job of version 1 is told none."""
         leader, missing = self._leaders.get(job.job), min(limit, job.report.wanted) - job.report.current
         measured = job.report.measured
-        if self._snapshot is None or leader is None or measured is None:
+        if self._snapshot is None or leader is None or measured is None or missing <= 0:
             return ()
         if self._preference is None:
             senders = {other.job: other.report.measured for other in self.jobs.values() if other.report.measured}
             self._preference = Preference(self._snapshot, self.partitions, self._leaders, senders, self.settings)
         size = Size(job.report.cpus, memory_of(job.report, self._of(job)))
-        if missing <= 0:
-            return self._preference.beside(leader.nodes, size, self._of(job).num_companions)
         return self._preference.nodes(leader.nodes, size, missing, bytes_per_worker_s(measured, size.cpus, limit))
 
     def _with_companions(self, grant: GrantLimit, job_id: str, now_s: float) -> GrantLimit:

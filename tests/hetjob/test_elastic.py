@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from hetstream.hetjob.elastic.companions import Holes, TimeRequest
-from hetstream.hetjob.elastic.controller import Controller, ControllerState, Stage
+from hetstream.hetjob.elastic.controller import Controller, ControllerState
 from hetstream.hetjob.elastic.snapshot import Action, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.tuning import LocalLoading
 from hetstream.hetjob.errors import SlurmCommandError
@@ -23,7 +23,6 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, CompanionTime, ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic, Looks, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.memory import MemoryReading, TrainerMemory
-from hetstream.hetjob.measured import Measured, RemainingWork
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -225,81 +224,6 @@ def test_a_preferred_node_is_a_wish_and_slurm_has_the_last_word(world: World, wa
     wait_until(lambda: world.alive() == ["1000", "1002", "1003"], what="three that run")
     assert nodes_of(world.submissions()[3]) == []
     assert world.slurm.waiting == set()
-
-
-class BesideTheTrainer(NoLimit):
-    """The trainer is on node h, where the site has room for one."""
-
-    def preferred_nodes(self) -> tuple[str, ...]:
-        return ("h",)
-
-
-class AnHourLeft:
-    def measured(self, *_: object) -> Measured:
-        left = RemainingWork(36_000.0, 0.0, "directive")
-        return Measured(10.0, 10.0, (), 1e6, trainer_nodes=("h",), remaining=left)
-
-
-def test_a_remote_companion_is_replaced_by_one_beside_the_trainer_when_that_works(
-    world: World, wait_until: WaitUntil
-) -> None:
-    world.dispatcher.hosts = {"1001": "far"}  # half as fast there
-    world.slurm.full = {"h"}
-    now = [0.0]
-    script = Script(grow(2))
-    script.stage = Stage.COUNT
-    elastic = world.run(script, clock=lambda: now[0], measuring=AnHourLeft())
-    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="two companions")
-    world.elastic._site = BesideTheTrainer()  # type: ignore[union-attr]
-    wait_until(lambda: len(world.submissions()) == 3, what="the successor")
-    assert "--nodelist=h" in world.submissions()[2]
-    turns = len(world.dispatcher.orders)
-    wait_until(lambda: len(world.dispatcher.orders) > turns + 3, what="some turns")
-    assert script.seen[-1].num_companions == 2, "nobody counts it while it waits"
-    assert world.dispatcher.drained == set()
-    world.slurm.begin("1002")
-    wait_until(lambda: world.dispatcher.drained == {"1001"}, what="the drain")
-    wait_until(lambda: world.alive() == ["1000", "1002"], what="two companions near the trainer")
-    wait_until(lambda: script.seen[-1].num_data_workers == 2, what="the controller to see it")
-    assert len(world.submissions()) == 3, "and now all are near"
-    (change,) = elastic.summary()["decisions"][1:]
-    assert change["action"] == "drain"
-    assert "companion 1001 is on node=far, and node=h of a trainer has room" in change["reason"]
-    assert "companion 1002 works in its place" in change["reason"]
-    assert change["data_workers_before"] == 2
-
-
-def test_a_successor_for_whom_there_is_no_room_leaves_everything_as_it_is(world: World, wait_until: WaitUntil) -> None:
-    world.dispatcher.hosts = {"1001": "far"}
-    world.slurm.full = {"h"}
-    now = [0.0]
-    script = Script(grow(2))
-    script.stage = Stage.COUNT
-    world.run(script, clock=lambda: now[0], measuring=AnHourLeft())
-    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="two companions")
-    world.elastic._site = BesideTheTrainer()  # type: ignore[union-attr]
-    wait_until(lambda: world.slurm.waiting == {"1002"}, what="the successor")
-    now[0] = 31.0
-    wait_until(lambda: world.alive() == ["1000", "1001"], what="the end of the successor")
-    turns = len(world.dispatcher.orders)
-    wait_until(lambda: len(world.dispatcher.orders) > turns + 3, what="some turns")
-    assert len(world.submissions()) == 3, "it is not tried again at once"
-    assert world.dispatcher.drained == set()
-
-
-def test_nobody_takes_over_from_one_that_is_not_needed_any_more(world: World, wait_until: WaitUntil) -> None:
-    world.dispatcher.hosts = {"1001": "far"}
-    world.slurm.full = {"h"}
-    script = Script(grow(2))
-    script.stage = Stage.COUNT
-    world.run(script, clock=lambda: 0.0, measuring=AnHourLeft())
-    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="two companions")
-    world.elastic._site = BesideTheTrainer()  # type: ignore[union-attr]
-    wait_until(lambda: world.slurm.waiting == {"1002"}, what="the successor")
-    script.script.append(Decision(Action.DRAIN, 1, "enough", ("1001",)))
-    wait_until(lambda: world.alive() == ["1000"], what="one companion")
-    assert world.slurm.waiting == set()
-    assert len(world.submissions()) == 3
 
 
 def test_a_companion_that_runs_out_of_memory_leaves_when_the_larger_one_works(

@@ -335,28 +335,6 @@ def test_no_node_is_preferred_whose_memory_is_too_small_or_whose_link_is_full() 
     assert sorted(preferred(PolicySettings())) == ["cpu1", "cpu1", "cpu3", "cpu3"]
 
 
-def test_a_job_that_may_not_grow_is_told_where_its_companions_would_be_beside_the_trainer() -> None:
-    nodes = (node("big0", "cpu", 16, 6, 4), node("cpu1", "cpu", 8))
-    trainer = job(1, nodes=("big0",), partitions=("cpu",))
-    far = [companion(number, 1, nodes=("cpu1",)) for number in (11, 12, 13)]
-    cluster = replace(snapshot(trainer, *far[:1]), nodes=nodes)
-    measured = Measured(10.0, 10.0, (SpeedPoint(4, 1, 5.0),))
-
-    def told(cluster: Snapshot, current: int) -> tuple[str, ...]:
-        registry = Registry((), allocating=True, partitions=("cpu",))
-        registry.observe(cluster, 100.0)
-        report = msgspec.structs.replace(demand(1, wanted=current, current=current), measured=measured)
-        answer, _ = registry.report(ALICE, report, 1, 202.0)
-        assert isinstance(answer, GrantLimit)
-        return answer.nodes
-
-    assert told(cluster, 1) == ("big0",), "there is room for two, and it has one"
-    assert told(replace(cluster, jobs=(trainer, *far)), 3) == ("big0", "big0")
-    assert told(replace(cluster, jobs=(trainer,)), 0) == ()
-    full = (replace(nodes[0], cpus_allocated=14), nodes[1])
-    assert told(replace(cluster, nodes=full), 1) == ()
-
-
 def test_a_change_is_told_once(registry: Registry) -> None:
     _, changes = registry.report(ALICE, demand(1), 1, 200.0)
     assert [(change.job, change.before, change.after) for change in changes] == [("1", None, 8)]

@@ -11,8 +11,8 @@ from benchmarks import harness, machine
 from benchmarks.harness import Row
 from hetstream.slurm_plugin.policy.policies import POLICIES
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.models import HEAVY
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario, WorkerOptions
+from hetstream.slurm_plugin.simulate.traces import HEAVY
 from hetstream.slurm_plugin.simulate.workload import build, parse
 
 # GoldMiner: 8 GPUs in a machine of 64 CPUs, of which the trainers keep half; the price of it in machines of 64 CPUs

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.running import ROOT
-from hetstream.slurm_plugin.simulate.models import list_from, synthetic_trace, with_models
+from hetstream.slurm_plugin.simulate.traces import Floats, Ints, with_models
 from hetstream.slurm_plugin.simulate.workload import Workload, build
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -20,6 +20,12 @@ NUM_FROZEN, FROZEN_JOBS = 20, 88
 _FROZEN_NUMBERS = ("submit_min", "num_gpus", "ideal_min", "cpus_per_gpu_ideal", "trainer_cpus_per_gpu", "dw_overhead")
 # What is made up has as many jobs in as many days as Philly's trace.
 MADE_UP_JOBS, MADE_UP_DAYS = 82_247, 109.0
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+# The rule for a list: jobs of half an hour to a day and at most 8 GPUs, submitted in hours 2 to 10 of a day, their run
+# times scaled to the mean of 200 minutes that the paper's own figures imply.
+_SHORTEST_S, _LONGEST_S, _MOST_GPUS, _MEAN_S = 30 * _MINUTE_S, _DAY_S, 8, 200 * _MINUTE_S
+_FROM_S, _TO_S = 2 * _HOUR_S, 10 * _HOUR_S
 
 Trace = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.int64]]
 
@@ -89,3 +95,36 @@ def _frozen(rows: Sequence[Mapping[str, str]]) -> Workload:
         "overhead": column["dw_overhead"],
     }
     return build([f"{row['job']}:{row['model']}" for row in rows], columns)
+
+
+def list_from(submit_s: Floats, run_s: Floats, num_gpus: Ints, num_jobs: int, seed: int) -> Workload:
+    """An 8-hour list in the manner of GoldMiner's, drawn from the jobs of a long trace.
+
+    Args:
+        submit_s: since a midnight.
+        run_s: of each job.
+        num_gpus: of each job.
+        num_jobs: of the list.
+        seed: of the draw.
+    """
+    of_day = submit_s % _DAY_S
+    fits = (run_s >= _SHORTEST_S) & (run_s <= _LONGEST_S) & (num_gpus <= _MOST_GPUS)
+    fits &= (of_day >= _FROM_S) & (of_day < _TO_S)
+    draw = np.random.default_rng([seed, num_jobs])
+    chosen = draw.choice(np.flatnonzero(fits), num_jobs, replace=False)
+    chosen = chosen[np.argsort(of_day[chosen], kind="stable")]
+    work_s = run_s[chosen] * (_MEAN_S / run_s[chosen].mean())
+    return with_models(of_day[chosen] - _FROM_S, work_s, num_gpus[chosen], draw)
+
+
+def synthetic_trace(num_jobs: int, days: float, seed: int) -> tuple[Floats, Floats, Ints]:
+    """Submission times, run times and GPUs that look like Philly's, for machines without the trace.
+
+    Run times are log-normal with Philly's median (19 min) and mean (219 min); 93.2 % of the jobs have one GPU.
+    """
+    draw = np.random.default_rng([seed, 3])
+    submit_s = np.sort(draw.uniform(0.0, days * _DAY_S, num_jobs))
+    sigma = np.sqrt(2 * np.log(13136 / 1144))
+    run_s = np.clip(1144.0 * np.exp(sigma * draw.standard_normal(num_jobs)), 1.0, 60 * _DAY_S)
+    num_gpus = draw.choice([1, 2, 4, 8, 16], num_jobs, p=[0.932, 0.022, 0.023, 0.020, 0.003])
+    return submit_s, run_s, num_gpus.astype(np.int64)

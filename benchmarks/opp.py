@@ -19,10 +19,10 @@ from benchmarks.harness import Row
 from benchmarks.job_lists import TRACES, JobLists
 from benchmarks.shared_gpu_lists import all_share, antman_list, only_class, with_light_jobs
 from benchmarks.shared_gpu_peers import by_packer, gandiva_options, preemptive_options
+from benchmarks.simulated_pictures import PARTS, completion_bars, effective_points
 from benchmarks.simulated_rows import figure, jct_minutes, ratio, standalone_svg
 from hetstream.slurm_plugin.policy.policies import POLICIES
 from hetstream.slurm_plugin.render.charts import Axis, Series, line_chart
-from hetstream.slurm_plugin.render.simulation import PARTS, completion_bars, effective_points
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.metrics import Compared, measure
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario

@@ -17,9 +17,9 @@ from benchmarks.best_order import best_order
 from benchmarks.bound import lower_bound_s, most_effective_hours
 from benchmarks.harness import Row
 from benchmarks.job_lists import TRACES, JobLists
+from benchmarks.simulated_pictures import PARTS, completion_bars, effective_points
 from benchmarks.simulated_rows import figure, jct_minutes, ratio, standalone_svg
 from hetstream.slurm_plugin.render.charts import Axis, Series, count_axis, line_chart
-from hetstream.slurm_plugin.render.simulation import PARTS, completion_bars, effective_points
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.metrics import Compared, compare, interval, measure
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario, WorkerOptions

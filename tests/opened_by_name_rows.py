@@ -152,7 +152,6 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/install/doctor.py": "_texts missing_files modules_of",
     },
     "named": {
-        "hetjob/gpu/antman.py": "FileChannel.order*2 FileChannel.report*3",
         "hetjob/gpu/emulated_file.py": (
             "EmulatedGpuFile.__init__ EmulatedGpuFile._locked EmulatedGpuFile._try_lock EmulatedGpuFile.create*2"
         ),
@@ -285,7 +284,6 @@ ROWS: dict[str, dict[str, str]] = {
             "Claim.__init__ Claim.ask Claim.withdraw _append*2 _lock history living_request prepare_directory*2 "
             "read_owner read_request renumber take*2"
         ),
-        "checkpoint/formats/hdf5.py": "write_hdf5",
         "checkpoint/replica/rendezvous.py": "_folder _read_private _remove",
     },
     "store": {

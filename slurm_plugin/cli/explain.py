@@ -17,7 +17,6 @@ from hetstream.mpi_dataworkers.partitioner.analysis import Findings
 from hetstream.mpi_dataworkers.partitioner.cut import Decision
 from hetstream.mpi_dataworkers.partitioner.program import Kind
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit
-from hetstream.slurm_plugin.render.forward_graph import draw
 from hetstream.slurm_plugin.render.tables import Column, Report, Section
 
 EPILOG = f"""\
@@ -26,7 +25,7 @@ goes to stderr.
 
 examples:
   hetstream explain train.py --epochs 3
-  hetstream explain --data-workers 8 --svg forward.svg train.py
+  hetstream explain --data-workers 8 train.py
   hetstream explain --json train.py | jq '.operators[] | select(.side == "trainer") | .reason'
 
 {EXIT_CODES}"""
@@ -43,7 +42,6 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-workers", type=int, default=4, metavar="N", help="decide for so many processes (default %(default)s)"
     )
     parser.add_argument("--offload", choices=("auto", "all"), default="auto", help="as of hetstream run (default auto)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the graph there")
     add_output_arguments(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the Python script and its arguments")
     parser.set_defaults(run=run)
@@ -58,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--data-workers={args.data_workers}: at least 1")
     found = _findings([sys.executable, *command], args.offload)
     decision = found.decide(args.data_workers, args.offload == "all")
-    if args.svg is not None:
-        args.svg.write_text(draw(found.graph, found.costs, decision))
     emit(args, report_of(found, decision))
     return 0
 

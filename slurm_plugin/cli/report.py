@@ -10,7 +10,7 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from http import HTTPStatus
@@ -78,7 +78,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     """Read the cluster once, and write."""
-    check_page(args.html, ())
+    check_page(args.html)
     prices = prices_of(args)
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
@@ -144,12 +144,8 @@ def report_report(seen: Observation, samples: Sequence[Sample], prices: Prices |
     return Report(meta_of("report", seen.snapshot), summary, lines, sections, notes)
 
 
-def check_page(text: str | None, inputs: Collection[str]) -> None:
+def check_page(text: str | None) -> None:
     """Refuse a page that could not be written, before anything is read or computed for it.
-
-    Args:
-        text: of `--html`.
-        inputs: paths that the command reads, which the page must not take the place of.
 
     Raises:
         UsageError: it cannot be written there.
@@ -161,8 +157,6 @@ def check_page(text: str | None, inputs: Collection[str]) -> None:
         raise UsageError(f"--html={text}: there is no directory {path.parent}")
     if path.is_dir():
         raise UsageError(f"--html={text}: is a directory. Name a file, such as {path / 'cluster.html'}")
-    if path.is_file() and any(Path(other).exists() and path.samefile(other) for other in inputs):
-        raise UsageError(f"--html={text}: the command reads this file. Name another one for the page")
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -17,14 +16,12 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import percent, printable
 from hetstream.slurm_plugin.cli.cluster_source import add_prices_argument, prices_of, read_text
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
-from hetstream.slurm_plugin.cli.report import check_page, write_whole
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.placement.placement import CHOICES
 from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
 from hetstream.slurm_plugin.policy.rules import EVERYBODY
-from hetstream.slurm_plugin.render.simulation import hours, simulation_page
 from hetstream.slurm_plugin.render.tables import Column, Report, Section
 from hetstream.slurm_plugin.simulate.metrics import BASELINES, PACKED, RULES, Compared, as_plain, compare
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions, ReplayError, replay
@@ -46,7 +43,7 @@ EPILOG = f"""\
 A site's own month, on its own nodes, under each policy; what really happened is replayed first, and the error of that
 is told:
   {EXPORT} > month.txt
-  hetstream simulate month.txt --from-slurm --html month.html
+  hetstream simulate month.txt --from-slurm
 
 other examples:
   hetstream simulate jobs.csv --cluster '8*gpus=8,cpus=64,memory_gib=256'
@@ -133,7 +130,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_queue(parser.add_argument_group("queue"))
     _add_workers(parser.add_argument_group("data workers"))
     _add_rest(parser.add_argument_group("runs"))
-    parser.add_argument("--html", metavar="FILE", help="write a page with plots there")
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -220,7 +216,6 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, simulate, and write."""
-    check_page(args.html, [path for path in (args.trace, args.cluster, args.policy_settings) if path])
     _check_options(args)
     prices = prices_of(args)
     traces = _traces(args)
@@ -259,8 +254,6 @@ def run(args: argparse.Namespace) -> int:
     compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show)
     bar.clear()
     notes = [*traces[0].notes, *cluster.notes, *_unknown_groups(base.caps, traces[0].workload), *_odd_jobs(compared)]
-    if args.html:
-        write_whole(Path(args.html), simulation_page(printable(Path(args.trace).name), compared, [*lines, *notes]))
     meta = {"verb": "simulate", "source": args.trace, "form": traces[0].form, "seeds": args.seeds, "seed": args.seed}
     summary = {
         "num_jobs": len(workloads[0]), "num_nodes": cluster.num_nodes, "gpus": cluster.num_gpus,
@@ -396,8 +389,8 @@ def _error_lines(error: ReplayError) -> list[str]:
     return [
         f"what really happened, replayed ({error.num_jobs:,} jobs, EASY): mean completion time {error.mean_jct:+.1%}, "
         f"makespan {error.makespan:+.1%}, starts in the right order {error.order:.1%} of pairs",
-        f"mean waiting {hours(error.mean_wait_s)}, really {hours(error.real_mean_wait_s)}; half of the starts are "
-        f"within {hours(error.median_start_s)}. What follows is no surer than this",
+        f"mean waiting {_hours(error.mean_wait_s)}, really {_hours(error.real_mean_wait_s)}; half of the starts are "
+        f"within {_hours(error.median_start_s)}. What follows is no surer than this",
     ]
 
 
@@ -465,12 +458,17 @@ class _Bar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def _hours(seconds: float) -> str:
+    """`3.4 h`."""
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+
+
 _COLUMNS = (
     Column("policy", "POLICY", left=True),
     Column("discipline", "QUEUE", left=True),
-    Column("mean_jct_s", "COMPLETION", hours),
-    Column("mean_wait_s", "WAITING", hours),
-    Column("p95_wait_s", "P95", hours),
+    Column("mean_jct_s", "COMPLETION", _hours),
+    Column("mean_wait_s", "WAITING", _hours),
+    Column("p95_wait_s", "P95", _hours),
     Column("max_slowdown", "WORST SLOWDOWN", lambda value: f"{value:.1f}"),
     Column("gpu_allocated", "GPUS", percent),
     Column("gpu_effective", "EFFECTIVE", percent),
@@ -484,7 +482,7 @@ _COLUMNS = (
 _OVER_TIME = (
     Column("policy", "POLICY", left=True),
     Column("discipline", "QUEUE", left=True),
-    Column("span_s", "EVERY", hours),
+    Column("span_s", "EVERY", _hours),
     Column("indicator", "FRAGMENTED", lambda values: " ".join(f"{value:.2f}" for value in values)),
     Column("unusable_gpus", "UNUSABLE GPUS, %", lambda values: " ".join(f"{100 * value:2.0f}" for value in values)),
 )

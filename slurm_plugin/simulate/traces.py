@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.errors import SimulationInputError
-from hetstream.slurm_plugin.simulate.models import with_models
 from hetstream.slurm_plugin.simulate.sacct import REQUIRED as SACCT_COLUMNS
 from hetstream.slurm_plugin.simulate.sacct import Assumptions, read_sacct
 from hetstream.slurm_plugin.simulate.sharing import Sharing
@@ -25,6 +26,60 @@ from hetstream.slurm_plugin.simulate.workload import (
     quoted,
     read,
 )
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# GoldMiner's models and the CPUs that they are taken to need, for jobs of which only times and GPUs are known.
+#
+# The paper gives bounds, not figures: the CPUs per GPU here are assumed, so that its two cross-checks are met (run time
+# under the machines' ratio, and CPUs per GPU of its fixed data workers). docs/simulate.md has the table.
+
+
+class Model(NamedTuple):
+    """A model: CPUs per GPU at its ideal speed, of them the trainer's own, and what data workers cost."""
+
+    name: str
+    ideal_cpus: float
+    trainer_cpus: float
+    overhead: float
+
+
+HEAVY = (
+    Model("WDL", 36, 3, 0),
+    Model("DeepFM", 64, 4, 0),
+    Model("AlexNet", 40, 4, 0.127),
+    Model("DIN", 24, 2, 0),
+    Model("ShuffleNet", 22, 3, 0),
+    Model("ResNet18", 27, 3, 0.063),
+)
+LIGHT = (Model("Inception", 10, 2, 0), Model("ResNet50", 12, 2, 0), Model("VGG16", 10, 2, 0), Model("Bert", 4, 1, 0))
+
+
+def draw_models(num_jobs: int, draw: np.random.Generator) -> list[Model]:
+    """A model for each job: one of the two classes with even chances, and any model of the class."""
+    heavy = draw.random(num_jobs) < 0.5
+    place = draw.random(num_jobs)
+    return [
+        (HEAVY if is_heavy else LIGHT)[int(at * len(HEAVY if is_heavy else LIGHT))]
+        for is_heavy, at in zip(heavy.tolist(), place.tolist(), strict=True)
+    ]
+
+
+def with_models(submit_s: Floats, work_s: Floats, num_gpus: Ints, draw: np.random.Generator) -> Workload:
+    """A workload of jobs of which only times and GPUs are known: each gets a model."""
+    models = draw_models(len(submit_s), draw)
+    return build(
+        [f"{place}:{model.name}" for place, model in enumerate(models)],
+        {
+            "submit_s": submit_s,
+            "work_s": work_s,
+            "units": num_gpus,
+            "ideal_cpus": [model.ideal_cpus for model in models],
+            "trainer_cpus": [model.trainer_cpus for model in models],
+            "overhead": [model.overhead for model in models],
+        },
+    )
 
 
 @dataclass(frozen=True)

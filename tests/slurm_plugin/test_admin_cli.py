@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,22 @@ def test_a_page_that_cannot_be_written_is_told_by_its_own_name(tmp_path: Path) -
         "hetstream report: FileNotFoundError: /proc/page.html: No such file or directory. "
         "Check: namei -l /proc/page.html\n"
     )
+
+
+def test_a_page_takes_no_place_of_what_is_no_page(tmp_path: Path) -> None:
+    cluster, pipe = Recorded(tmp_path), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_text)
+        assert cluster.run(f"report --html {pipe}").returncode == 0
+        assert "<html" in read.result(timeout=30)
+    assert pipe.is_fifo()
+
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(page)
+    assert cluster.run(f"report --html {link}").returncode == 0
+    assert link.is_symlink()
+    assert "<html" in page.read_text()
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -5,11 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import re
 import sys
-import xml.etree.ElementTree as ET
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +51,9 @@ def test_all_disciplines_stand_beside_each_other(jobs: str, capsys: pytest.Captu
     assert again == found, "the same seed and input give the same figures"
 
 
-def test_the_table_the_csv_and_the_page_agree(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
+def test_the_table_and_the_csv_agree(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [jobs, "--cluster", CLUSTER, "--policies", "tuned,srtf", "--prices", "gpu_hour=2, cpu_hour=0.1"]
-    assert main(["simulate", *words, "--html", str(page)]) == 0
+    assert main(["simulate", *words]) == 0
     printed = capsys.readouterr().out
     assert "24 jobs on 2 nodes, 8 GPUs, 48 CPUs" in printed
     assert "costs: 2 for an hour of a GPU, 0.1 for one of a CPU" in printed
@@ -67,26 +62,6 @@ def test_the_table_the_csv_and_the_page_agree(jobs: str, tmp_path: Path, capsys:
     assert len(rows) == 6
     for row in rows:
         assert f"{float(row['cost']):,.0f}" in printed
-    text = page.read_text()
-    assert "<script" not in text
-    assert "http" not in text
-    ET.fromstring(f"<body>{text.split('<body>')[1].split('</body>')[0]}</body>")
-    assert text.count("<section") == 1 + 4 * 3
-    assert "srtf" in text
-
-
-@pytest.mark.parametrize(("run_s", "unit"), [(100, "s"), (1200, "min"), (30_000, "h"), (1_000_000, "d")])
-def test_marks_of_time_differ_however_short_the_run_is(
-    run_s: int, unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table, page = tmp_path / "jobs.csv", tmp_path / "page.html"
-    table.write_text(f"submit_s,run_s,num_gpus\n0,{run_s},1\n")
-    words = [str(table), "--cluster", "1*gpus=1,cpus=1", "--policies", "tuned", "--disciplines", "fifo"]
-    assert main(["simulate", *words, "--html", str(page)]) == 0
-    chart = page.read_text().split("Effective GPUs over time")[1].split("</svg>")[0]
-    marks = re.findall(rf">(\d+) {unit}</text>", chart)
-    assert len(set(marks)) == len(marks) == 4
-    assert "no job gains by data workers" in capsys.readouterr().err
 
 
 def test_a_sites_export_is_replayed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,29 +144,6 @@ def test_a_cluster_of_many_groups_may_be_text_and_json_may_stand_on_the_command_
     assert "--cluster is empty: must be a file, or text such as" in capsys.readouterr().err
 
 
-def test_a_page_takes_no_place_of_what_is_no_page(
-    jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [jobs, "--cluster", CLUSTER, "--policies", "tuned", "--disciplines", "easy", "--html"]
-    assert main(["simulate", *words, jobs]) == 2
-    assert f"--html={jobs}: the command reads this file" in capsys.readouterr().err
-    assert Path(jobs).read_text() == JOBS
-
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with ThreadPoolExecutor(1) as reader:
-        read = reader.submit(pipe.read_text)
-        assert main(["simulate", *words, str(pipe)]) == 0
-        assert "<html" in read.result(timeout=30)
-    assert pipe.is_fifo()
-
-    page, link = tmp_path / "page.html", tmp_path / "link.html"
-    link.symlink_to(page)
-    assert main(["simulate", *words, str(link)]) == 0
-    assert link.is_symlink()
-    assert "<html" in page.read_text()
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -221,8 +173,6 @@ def test_a_page_takes_no_place_of_what_is_no_page(
         (["--take-back-cost", "nan"], "--take-back-cost=nan: must be from 0 to 1e+10"),
         (["--repair", "1e9"], "--repair=1e+09: must be from 0 to 2.77778e+06"),
         (["--checkpoint", "0"], "--checkpoint=0: must be above 0"),
-        (["--html", "/nowhere/page.html"], "there is no directory"),
-        (["--html", "/"], "--html=/: is a directory. Name a file"),
         (["--window", "1e308"], "--window=1e+308: must be at most 2,777,778 hours"),
     ],
 )
@@ -310,14 +260,13 @@ def test_a_table_from_a_spreadsheet_begins_with_a_mark(tmp_path: Path, capsys: p
     assert document(capsys, str(path), *words)["summary"]["num_jobs"] == 1
 
 
-def test_a_page_without_a_job_that_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, page = tmp_path / "jobs.csv", tmp_path / "page.html"
+def test_a_job_that_never_fits_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "jobs.csv"
     path.write_text("submit_s,run_s,num_gpus,job\n0,10,100,\x1b[31m\u202e<b>\n")
-    assert main(["simulate", str(path), "--cluster", "1*gpus=8,cpus=8", "--policies", "fair", "--html", str(page)]) == 0
-    told = page.read_text()
-    assert "No job ran." in told
-    assert "\\x1b[31m\\u202e&lt;b&gt; is larger" in told, "a name cannot steer the terminal that the page is shown on"
-    assert "not enough GPUs" in capsys.readouterr().err
+    assert main(["simulate", str(path), "--cluster", "1*gpus=8,cpus=8", "--policies", "fair"]) == 0
+    told = capsys.readouterr()
+    assert "\\x1b[31m\\u202e<b> is larger" in told.err
+    assert "not enough GPUs" in told.err
 
 
 SHARED = "job,submit_s,run_s,num_gpus,job_class,gpu_use\n" + "".join(
@@ -326,18 +275,15 @@ SHARED = "job,submit_s,run_s,num_gpus,job_class,gpu_use\n" + "".join(
 
 
 def test_packing_stands_beside_each_policy_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, page = tmp_path / "jobs.csv", tmp_path / "page.html"
+    path = tmp_path / "jobs.csv"
     path.write_text(SHARED)
     words = (str(path), "--cluster", "gpus=4,cpus=24", "--policies", "tuned", "--disciplines", "easy")
-    plain, packed = document(capsys, *words, "--packing", "--html", str(page))["runs"]
+    plain, packed = document(capsys, *words, "--packing")["runs"]
     assert (plain["policy"], packed["policy"]) == ("tuned", "tuned+packing")
     assert plain["gpu_effective_shared"] is None
     assert packed["gpu_effective"] > plain["gpu_effective"]
     assert 0 < packed["gpu_effective_shared"] < packed["gpu_effective"]
     assert 1.0 <= packed["guaranteed_p99_held_up"] <= 1.005
-    text = page.read_text()
-    assert "GPUs that opportunistic jobs share" in text
-    assert "a number of the model, not a result" in text
     assert main(["simulate", *words, "--packing"]) == 0
     assert "OF IT SHARED" in capsys.readouterr().out
     (only,) = document(capsys, *words[:-4], "--policies", "tuned+packing", "--disciplines", "easy")["runs"]

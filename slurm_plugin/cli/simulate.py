@@ -281,9 +281,8 @@ def _check_options(args: argparse.Namespace) -> None:
         )
     if not 1 <= args.seeds <= _MOST_SEEDS:
         raise UsageError(f"--seeds={args.seeds}: must be at least 1, and at most {_MOST_SEEDS:,}")
-    for name in ("seed", "list"):
-        if (value := getattr(args, name)) < 0:
-            raise UsageError(f"--{name}={value}: must be 0 or more")
+    if args.seed < 0:
+        raise UsageError(f"--seed={args.seed}: must be 0 or more")
     for name in ("window", "node_mtbf"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:

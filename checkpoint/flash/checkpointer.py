@@ -10,11 +10,12 @@ while they save.
 This module is what a program calls. The work is done by
 
 * `storage.py`: the store in memory, the directory on disk, and the checkpoint writer between them;
-* `flash/saving.py`: takes a state apart (`capture.py`), plans its copy (`copy_plan.py`) and makes it;
-* `checkpointer.py`: chooses a generation (`candidates.py`), opens it (`source.py`), and copies it into the program's
-state (`destinations.py`);
-* `checkpointer.py` and `stopping.py`: when all ranks save, and when they end;
-* `ownership.py`: plugs in the handover to another job (`handover/`), and copies on other hosts (`replica/`).
+* `saving.py`: takes a state apart, plans its copy (`tensors/copy_plan.py`) and makes it;
+* `candidates.py`, `source.py` and `destinations.py`: choose a generation, open it, copy it into the state;
+* `policy/interval.py` and `stopping.py`: when all ranks save, and when they end;
+* `ownership.py`: plugs in the handover to another job, and copies on other hosts (`replica/`).
+
+docs/architecture.md follows one save through these files.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Timing:
 
 # Restores: bring a generation that all ranks have into the program's state; later saves follow that generation.
 #
-# Called by the checkpointer of every rank. `restore/` finds the generation and copies it into the state.
+# Called by the checkpointer of every rank. `candidates.py` finds the generation, `destinations.py` copies it.
 
 
 class Restoring:

@@ -21,6 +21,8 @@ from tests.devcluster.__main__ import build_parser as devcluster_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("sbatch_templates/**/*.md")])
+FAILURE_MODES = [path for path in DOCUMENTS if path.name.startswith("failure-modes")]
+MOST_LINES_OF_A_PAGE, MOST_CHARACTERS_OF_A_CELL = 500, 200
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 FOLDERS = (
     "benchmarks",
@@ -77,12 +79,22 @@ def test_commands_exist_as_shown(path: Path) -> None:
 
 
 def test_the_tests_that_failure_modes_names_exist() -> None:
-    text = (ROOT / "docs/failure-modes.md").read_text()
+    text = "".join(path.read_text() for path in FAILURE_MODES)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+?)(?:\[\w+\])?`", text):
         assert f"def {name}(" in tests, name
     for path in re.findall(r"`(tests/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_pages_and_cells_are_short_enough_to_be_read(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    if path.parent.name == "docs":
+        assert len(lines) <= MOST_LINES_OF_A_PAGE, "split it by what the reader wants to do"
+    if path in FAILURE_MODES:
+        cells = [cell.strip() for line in lines if line.startswith("|") for cell in re.split(r"(?<!\\)\|", line)]
+        assert [cell for cell in cells if len(cell) > MOST_CHARACTERS_OF_A_CELL] == [], "split the row"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)

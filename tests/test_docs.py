@@ -166,7 +166,7 @@ Image.new("RGB", (300, 300)).save("train/cat/1.png")
 
 def test_the_examples_in_python_run_as_they_are_printed(tmp_path: Path) -> None:
     """With data and a model of the reader's, and a service; each block has what those before it have made."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/user-guide.md")]
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/user-guide.md", "docs/user-loader.md")]
     blocks = [block for text in texts for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
     assert len(blocks) > 12
     first_batch = "next(iter(loader))\n"

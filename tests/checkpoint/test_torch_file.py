@@ -112,7 +112,7 @@ def test_plain_values_come_back_as_they_are(path: Path) -> None:
 
 
 def test_values_without_a_plain_form_come_back_as_the_nearest(path: Path) -> None:
-    """The table in docs/checkpoint.md."""
+    """The table in docs/checkpoint-formats.md."""
     state = {
         "named": Point(1, [2]),
         "frozen": frozenset({1}),

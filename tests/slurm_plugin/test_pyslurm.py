@@ -160,7 +160,7 @@ def test_both_read_a_real_cluster_alike(
     devcluster: Any, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not pyslurm_backend.matches((22, 5)):
-        pytest.skip("pyslurm 22.5 is not installed: docs/admin-guide.md says how it is built")
+        pytest.skip("pyslurm 22.5 is not installed: docs/admin-monitor.md says how it is built")
     slurm = CommandSlurm(devcluster.env)
     reader = CommandReader(devcluster.env)
     quiet, script = ["--output=/dev/null"], "#!/bin/sh\nsleep 300\n"

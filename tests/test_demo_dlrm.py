@@ -37,6 +37,8 @@ def test_the_rows_of_the_second_demo_come_from_a_sample_or_from_the_generator(tm
 
 
 # What a sample changes is shown above; that the demo reads it is all that the slow one adds.
+@pytest.mark.shows("Criteo's rows become a trained model: `make demo-dlrm`, also on Slurm")
+@pytest.mark.shows("the second demo trains on data workers as in one process, batch by batch")
 @pytest.mark.parametrize("with_sample", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_second_demo_runs_as_make_runs_it(tmp_path: Path, with_sample: bool) -> None:
     sample = tmp_path / "sample.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.slurm_plugin.cli import VERBS, build_parser
+from tests import acceptance
 from tests.devcluster.__main__ import build_parser as devcluster_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,7 +104,23 @@ def test_the_tests_that_a_document_names_by_file_exist(path: Path) -> None:
     named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", path.read_text())
     missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
     assert missing == []
-    assert len(named) > 100 or path.name != "acceptance.md"
+
+
+def test_what_is_shown_is_printed_with_its_tests_and_no_test_is_imported() -> None:
+    lines = acceptance.shown()
+    assert len(lines) > 300
+    command = [sys.executable, "-X", "importtime", "-m", "tests.acceptance", "dispatcher", "restart"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    printed = [line.removeprefix("* ") for line in done.stdout.splitlines() if line.startswith("* ")]
+    assert printed == [line for line in lines if "dispatcher" in line and "restart" in line] != []
+    assert all(f"  - `{test}`" in done.stdout for line in printed for test in lines[line])
+    assert not re.search("test_|torch|pytest", done.stderr)
+
+
+@pytest.mark.parametrize("arguments", ["", "text", "'a', 'b'", "''", repr("a" * 121)])
+def test_a_mark_without_a_text_that_can_be_read_is_refused(arguments: str) -> None:
+    with pytest.raises(ValueError, match="test_it: shows"):
+        list(acceptance.marks_in(ast.parse(f"@pytest.mark.shows({arguments})\ndef test_it(): ...")))
 
 
 def test_the_modules_that_texts_name_exist() -> None:

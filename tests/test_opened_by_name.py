@@ -337,6 +337,7 @@ def rows() -> dict[str, Counter[str]]:
     return found
 
 
+@pytest.mark.shows("a new call that reaches something by its name fails a test until somebody has given it a row")
 def test_each_call_that_reaches_something_by_its_name_has_a_row() -> None:
     """A new one has somebody think of who else could have a hand in what it reaches."""
     found, listed = sites(), rows()
@@ -359,6 +360,7 @@ def test_each_kind_of_row_says_why_it_is_safe() -> None:
     assert lacking == [], "a kind of what somebody may have prepared is tried in hostile places"
 
 
+@pytest.mark.shows("a new call that reaches something by its name fails a test until somebody has given it a row")
 @pytest.mark.parametrize(
     ("text", "number"),
     [
@@ -402,6 +404,7 @@ def test_words_of_scripts_are_found(kind: str, text: str, words: list[str]) -> N
     assert [*words_in(text, kind)] == words
 
 
+@pytest.mark.shows("what root starts in a place that a stranger has made does no harm")
 @needs_root
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.works])
 def test_it_works_where_nobody_else_has_a_hand_in(name: str) -> None:
@@ -424,6 +427,7 @@ def runs() -> Iterator[Runs]:
         yield run
 
 
+@pytest.mark.shows("what root starts in a place that a stranger has made does no harm")
 @needs_root
 @pytest.mark.parametrize(
     ("name", "dirt"),

@@ -39,6 +39,7 @@ def pytest_over(directory: Path, *arguments: str, **environ: str) -> subprocess.
     return subprocess.run(argv, env=environ | root, cwd=directory, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.shows("skipped tests are counted by reason; in continuous integration a group that vanishes fails")
 @pytest.mark.parametrize("processes", [("-n", "2"), pytest.param((), marks=pytest.mark.slow)])
 def test_skips_are_counted_by_reason(processes: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
@@ -47,6 +48,7 @@ def test_skips_are_counted_by_reason(processes: tuple[str, ...], tmp_path: Path)
     assert "\n    3  lua5.9 is not here: apt-get install lua5.9\n    1  no CUDA device\n" in done.stdout
 
 
+@pytest.mark.shows("skipped tests are counted by reason; in continuous integration a group that vanishes fails")
 @pytest.mark.parametrize("processes", [("-n", "2"), pytest.param((), marks=pytest.mark.slow)])
 def test_in_continuous_integration_a_group_that_vanishes_fails(processes: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
@@ -71,6 +73,7 @@ def test_what_continuous_integration_runs_says_that_it_is(tmp_path: Path) -> Non
         assert done.stdout == f"CI={expected} test\n"
 
 
+@pytest.mark.shows("`make test` installs the programs that its tests want, and says what it cannot have")
 def test_what_skips_for_want_of_a_program_asks_for_one_that_make_test_installs() -> None:
     """No function, with its marks, and no other statement looks for a program itself and skips."""
     found = []
@@ -91,6 +94,7 @@ def test_a_missing_program_has_a_reason_that_helps(monkeypatch: pytest.MonkeyPat
         programs.why_missing("no-such-program")
 
 
+@pytest.mark.shows("`make test` installs the programs that its tests want, and says what it cannot have")
 @pytest.mark.skipif(os.geteuid() != 0, reason="installing needs root")
 def test_what_cannot_be_installed_is_said_and_the_others_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -61,6 +61,7 @@ def test_without_limits_the_host_counts(groups: Groups) -> None:
     assert available_bytes() == HOST_BYTES
 
 
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 def test_the_jobs_limit_holds_for_its_steps(groups: Groups) -> None:
     groups.limit("job", "30000", 20000, 5000)
     groups.limit("job/step", "max", 20000, 5000)

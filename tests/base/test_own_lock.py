@@ -69,6 +69,7 @@ def test_who_waited_while_it_was_removed_takes_the_one_that_is_there(lock: Path)
     assert total.read_text() == "600"
 
 
+@pytest.mark.shows("locks of `/dev/shm` and squatted names there hold no trainer up")
 @needs_root
 def test_a_stranger_cannot_hold_it(lock: Path) -> None:
     def hold() -> None:

@@ -83,12 +83,14 @@ def test_nobody_is_believed_where_others_can_listen(place: Path, mode: int) -> N
         assert not believed_by(VICTIM, place / "service/socket", listener)
 
 
+@pytest.mark.shows("who asks a service learns from the kernel who listens")
 def test_a_directory_that_a_stranger_made_makes_him_no_service(place: Path) -> None:
     place.chmod(0o1777)
     with listening(place / "service", STRANGER) as listener:
         assert not believed_by(VICTIM, place / "service/socket", listener)
 
 
+@pytest.mark.shows("who asks a service learns from the kernel who listens")
 def test_a_strangers_link_to_what_root_gave_him_makes_him_no_service(place: Path) -> None:
     (place / "scratch").mkdir()
     (place / "scratch").chmod(0o1777)

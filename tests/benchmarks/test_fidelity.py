@@ -31,6 +31,7 @@ def test_a_list_is_the_same_each_time_and_another_for_another_seed(tmp_path: Pat
     assert one.work_s.max() <= fidelity.LONGEST_S / 320.0
 
 
+@pytest.mark.shows("one list of jobs runs on real Slurm and in the simulator")
 @pytest.mark.parametrize("system", fidelity.SYSTEMS)
 def test_the_cluster_gets_what_the_simulator_simulates(tmp_path: Path, system: str) -> None:
     workload = fidelity.asked_for(fidelity.drawn(JobLists(tmp_path), 1, 20, 320.0), system)
@@ -60,6 +61,7 @@ def test_the_picture_has_a_mark_for_each_job() -> None:
     assert "list 1, <srtf>" in [one.text for one in drawn.iter()]
 
 
+@pytest.mark.shows("one list of jobs runs on real Slurm and in the simulator")
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_three_jobs_on_real_slurm_and_simulated(tmp_path: Path) -> None:

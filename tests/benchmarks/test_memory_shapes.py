@@ -49,6 +49,7 @@ def foreseen(
     return in_time, false
 
 
+@pytest.mark.shows("no alarm for a first epoch that fills a cache; growth once an epoch is foreseen")
 @pytest.mark.parametrize(
     ("options", "num", "most_false"),
     [
@@ -64,6 +65,7 @@ def test_with_what_the_loader_says_they_deceive_nobody(options: GrowthOptions, n
     assert np.mean(false) <= most_false
 
 
+@pytest.mark.shows("no alarm for a first epoch that fills a cache; growth once an epoch is foreseen")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [TRAINER_OPTIONS, GrowthOptions()], ids=["trainers", "companions"])
 @pytest.mark.parametrize("traces", [memory_traces, held_out.memory_traces], ids=["usual", "held out"])

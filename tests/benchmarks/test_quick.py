@@ -121,6 +121,7 @@ def test_threads(tmp_path: Path) -> None:
     assert rows["hetstream P=1 T=2"]["unit"] == "MB PSS"
 
 
+@pytest.mark.shows("a data worker that is killed in mid-shard costs nothing, and its leases are free at once")
 def test_kill(tmp_path: Path) -> None:
     rows = run("kill", tmp_path, "hetstream")
     assert all(row["value"] is not None for row in rows.values()), rows
@@ -203,6 +204,7 @@ def test_synthetic_photographs_can_be_read(tmp_path: Path) -> None:
     assert image.std() > 10, "a picture without detail is no stand-in for a photograph"
 
 
+@pytest.mark.shows("a reading of the cluster has a bounded number of requests")
 def test_slurm_parse() -> None:
     """It needs no clients: it measures its own process."""
     command = [sys.executable, "-m", "benchmarks.slurm_parse", "--quick", "--json"]

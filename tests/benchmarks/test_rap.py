@@ -18,6 +18,7 @@ from benchmarks.rap_systems import SYSTEMS
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.shows("`bench-rap` runs all baselines in one course")
 def test_without_a_gpu_its_whole_course_runs_once_and_nothing_of_it_is_a_figure(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.rap", "--quick", "--out", str(tmp_path)]
     environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
@@ -42,6 +43,7 @@ def rows(measured: Measured, number: int) -> dict[str, Row]:
     return {row.system: row for row in report("case", PLANS[number], measured)}
 
 
+@pytest.mark.shows("`bench-rap` runs all baselines in one course")
 def test_goals_are_those_of_the_plan_and_beside_the_bound(measured: Measured) -> None:
     found = rows(measured, 0)
     gap = found["hetstream: longer than ideal"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,6 +140,7 @@ _generation = st.builds(Generation, st.integers(1, 2), st.integers(0, 4), st.int
 _generations = st.lists(_generation, max_size=5, unique=True)
 
 
+@pytest.mark.shows("the newest generation that all ranks have is restored, memory and disk mixed")
 @given(st.lists(st.tuples(_generations, _generations), min_size=1, max_size=3))
 def test_the_choice_is_the_newest_that_everybody_has(
     held: list[tuple[list[Generation], list[Generation]]],

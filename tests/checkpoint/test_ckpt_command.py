@@ -82,6 +82,7 @@ def ckpt_json(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int 
     return answer
 
 
+@pytest.mark.shows("`hetstream ckpt ls`, `verify`, `gc`, `writer --once`, with `--json` and `--dry-run`")
 def test_ls_shows_disk_and_memory(directory: Path, dead_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = ckpt_json(capsys, "ls", directory)
     assert [(one["step"], one["attempt"], one["state"]) for one in answer["checkpoints"]] == [
@@ -119,6 +120,7 @@ def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "NoCheckpoint" in capsys.readouterr().err
 
 
+@pytest.mark.shows("`hetstream ckpt ls`, `verify`, `gc`, `writer --once`, with `--json` and `--dry-run`")
 def test_verify_finds_the_flipped_bit_and_marks_it(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = ckpt_json(capsys, "verify", directory, code=1)
     bad, good = answer["checkpoints"]
@@ -132,6 +134,8 @@ def test_verify_finds_the_flipped_bit_and_marks_it(directory: Path, capsys: pyte
     assert "has no checkpoint of step 11" in capsys.readouterr().err
 
 
+@pytest.mark.shows("`hetstream ckpt ls`, `verify`, `gc`, `writer --once`, with `--json` and `--dry-run`")
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 def test_gc_removes_only_what_is_nobodys(
     directory: Path, dead_store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +192,7 @@ def test_gc_keeps_the_store_of_a_living_trainer(directory: Path, capsys: pytest.
     assert not store.path.exists()
 
 
+@pytest.mark.shows("`hetstream ckpt ls`, `verify`, `gc`, `writer --once`, with `--json` and `--dry-run`")
 def test_a_store_that_found_no_shared_memory_is_seen_and_collected(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +205,7 @@ def test_a_store_that_found_no_shared_memory_is_seen_and_collected(
     assert not store.path.exists()
 
 
+@pytest.mark.shows("`hetstream ckpt ls`, `verify`, `gc`, `writer --once`, with `--json` and `--dry-run`")
 def test_gc_completes_what_dead_writers_left(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older = make_record(2)
     write_part(directory, PartSpec(Generation(1, 15), 0, 2, older.layout.digest), older.plan, older.payload)
@@ -223,6 +229,7 @@ def test_gc_completes_what_dead_writers_left(directory: Path, capsys: pytest.Cap
     assert (directory / "step-0000000030.2").is_dir()
 
 
+@pytest.mark.shows("`hetstream ckpt ls`, `verify`, `gc`, `writer --once`, with `--json` and `--dry-run`")
 def test_what_a_dead_trainer_left_is_written_when_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def restored(state: dict[str, Any]) -> None:
     assert_same(optimizer.state_dict(), trained()[1].state_dict())
 
 
+@pytest.mark.shows("checkpoints are converted to and from torch.distributed.checkpoint, torch and safetensors")
 def test_to_torch(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert(ckpt, tmp_path / "all.pt", "--to", "torch") == 0
     back = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -115,6 +116,7 @@ def test_to_torch(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "the ranks differ in rng: rank 0's values go along" in err
 
 
+@pytest.mark.shows("checkpoints are converted to and from torch.distributed.checkpoint, torch and safetensors")
 def test_to_safetensors_and_back(ckpt: Path, tmp_path: Path) -> None:
     target = tmp_path / "all.safetensors"
     assert convert(ckpt / "latest", target, "--to", "safetensors") == 0
@@ -123,6 +125,7 @@ def test_to_safetensors_and_back(ckpt: Path, tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "again.pt", weights_only=True), state_of())
 
 
+@pytest.mark.shows("checkpoints are converted to and from torch.distributed.checkpoint, torch and safetensors")
 def test_to_dcp_and_plain_torch_reads_it(ckpt: Path, tmp_path: Path) -> None:
     target = tmp_path / "dcp"
     assert convert(ckpt, target, "--to", "dcp") == 0
@@ -138,6 +141,7 @@ def test_to_dcp_and_plain_torch_reads_it(ckpt: Path, tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if "tmp" in name]
 
 
+@pytest.mark.shows("checkpoints are converted to and from torch.distributed.checkpoint, torch and safetensors")
 def test_from_dcp_of_plain_torch(tmp_path: Path) -> None:
     source, target = tmp_path / "dcp", tmp_path / "ckpt"
     dcp.save(state_of(), checkpoint_id=source)
@@ -219,6 +223,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, words: str, *argv: An
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.shows("`ckpt convert` refuses what is not there, and options that would change nothing")
 def test_what_is_wrong_with_the_command_is_said(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there.pt").touch()
     torch.save({"a": 1}, tmp_path / "a1.pt")
@@ -236,6 +241,7 @@ def test_what_is_wrong_with_the_command_is_said(ckpt: Path, tmp_path: Path, caps
         refused(capsys, 2, "--as-step N", tmp_path / "a1.pt", tmp_path / "new", "--to", "flash", *dry)
 
 
+@pytest.mark.shows("`ckpt convert` refuses what is not there, and options that would change nothing")
 def test_options_that_would_change_nothing_are_refused(
     ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +254,7 @@ def test_options_that_would_change_nothing_are_refused(
     assert not out.exists()
 
 
+@pytest.mark.shows("two jobs cannot have one checkpoint directory")
 def test_a_running_job_keeps_its_directory(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"a": 1}, tmp_path / "a.pt")
     job = CheckpointDirectory(ckpt)
@@ -271,6 +278,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.shows("nothing of a checkpoint file is run; damaged and hostile files are refused")
 def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
     bomb = Bomb(tmp_path / "exploded")
     torch.save({"a": bomb}, tmp_path / "bomb.pt")
@@ -314,6 +322,7 @@ def _cuts(data: bytes) -> Iterator[bytes]:
         yield data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :]
 
 
+@pytest.mark.shows("nothing of a checkpoint file is run; damaged and hostile files are refused")
 def test_damaged_files_of_others_are_refused_or_read_and_nothing_else(tmp_path: Path) -> None:
     dcp.save({"a": {"b": torch.ones(2)}, "c": [1, "x"]}, checkpoint_id=tmp_path / "dcp")
     torch.save({"a": torch.arange(9), "b": OrderedDict(x=1)}, tmp_path / "a.pt")
@@ -356,6 +365,7 @@ def test_a_damaged_checkpoint_of_ours_is_passed_over_or_refused(
     assert CheckpointDirectory(tmp_path / "again").checkpoints()[0].generation.step == 120
 
 
+@pytest.mark.shows("the disk is full: the old checkpoint is whole, and training goes on")
 def test_a_full_disk_leaves_nothing(ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", str(tmp_path))

@@ -50,18 +50,21 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return done.stdout + done.stderr
 
 
+@pytest.mark.shows("N ranks saved, M ranks loaded: FSDP2, tensor parallel, meshes, plain values")
 @pytest.mark.parametrize("pair", pairs(lambda pair: pair[0].isdigit()))
 def test_a_checkpoint_of_some_ranks_is_loaded_by_others(said: str, pair: str) -> None:
     """FSDP2, tensor parallel, two-dimensional meshes, replicas, plain tensors and objects; real gloo ranks."""
     assert f"ok {pair}\n" in said, said
 
 
+@pytest.mark.shows("N ranks saved, M ranks loaded: FSDP2, tensor parallel, meshes, plain values")
 @pytest.mark.parametrize("pair", pairs(lambda pair: not pair[0].isdigit()))
 def test_a_sharded_program_is_restored_on_other_ranks(said: str, pair: str) -> None:
     """A fresh FSDP2 model, an optimizer without state yet and a DTensor go on as those that were saved."""
     assert f"ok {pair}\n" in said, said
 
 
+@pytest.mark.shows("a model that FSDP2 has sharded, killed and begun again, ends with the same weights")
 @pytest.mark.slow
 def test_a_sharded_program_that_is_killed_goes_on(tmp_path: Path) -> None:
     program = Path(__file__).parent / "programs" / "train_sharded.py"
@@ -146,6 +149,7 @@ def test_only_what_is_used_is_compared_with_its_checksums(tmp_path: Path) -> Non
         dcp.load({"own1": own}, storage_reader=FlashStorageReader(path))
 
 
+@pytest.mark.shows("a checkpoint with missing ranks is passed over, and a log says which are missing")
 def test_a_checkpoint_without_the_files_of_a_rank_is_refused(tmp_path: Path) -> None:
     generation = Generation(1, 5)
     for rank in range(2):
@@ -193,6 +197,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...
     return shape, boxes
 
 
+@pytest.mark.shows("N ranks saved, M ranks loaded: FSDP2, tensor parallel, meshes, plain values")
 @settings(max_examples=100, deadline=None)
 @given(tilings(), st.data())
 def test_any_box_of_any_tiling_is_read(

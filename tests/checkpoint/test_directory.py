@@ -74,6 +74,7 @@ def test_a_number_is_new_even_if_only_a_checkpoint_tells_of_the_old_one(tmp_path
     directory.release()
 
 
+@pytest.mark.shows("two jobs cannot have one checkpoint directory")
 def test_two_jobs_with_one_directory(tmp_path: Path) -> None:
     first, second = CheckpointDirectory(tmp_path), CheckpointDirectory(tmp_path)
     first.acquire(ME)
@@ -203,6 +204,7 @@ def test_the_history_tells_how_attempts_ended(tmp_path: Path, monkeypatch: pytes
     third.release()
 
 
+@pytest.mark.shows("a checkpoint directory that is read-only is refused, and can still be read")
 def test_a_foreign_or_read_only_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
@@ -220,6 +222,7 @@ def test_a_foreign_or_read_only_directory_is_refused(tmp_path: Path, monkeypatch
 # --- commit --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("`latest` does not move before all ranks have written")
 def test_a_set_is_a_checkpoint_once_its_last_part_is_there(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, Generation(1, 60), world_size=3)
     directory, generation = CheckpointDirectory(tmp_path), Generation(1, 120)
@@ -237,6 +240,7 @@ def test_a_set_is_a_checkpoint_once_its_last_part_is_there(tmp_path: Path) -> No
     assert directory.checkpoints()[0].world_size == 3
 
 
+@pytest.mark.shows("a step that is tried again keeps parts of other ranks")
 def test_to_write_a_part_again_changes_nothing(tmp_path: Path) -> None:
     generation = Generation(1, 120)
     write_rank(tmp_path, generation, 0, 2)
@@ -251,6 +255,7 @@ def test_to_write_a_part_again_changes_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-0000000120.1"]
 
 
+@pytest.mark.shows("`latest` moves last, by rename, after every file was synced, and never back")
 def test_latest_follows_attempt_before_step_and_never_goes_back(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, Generation(1, 100))
     write_checkpoint(tmp_path, Generation(2, 60))
@@ -264,6 +269,7 @@ def test_latest_follows_attempt_before_step_and_never_goes_back(tmp_path: Path) 
     ]
 
 
+@pytest.mark.shows("`latest` moves last, by rename, after every file was synced, and never back")
 def test_ranks_that_commit_at_once(tmp_path: Path) -> None:
     """Threads have locks of their own, as processes have."""
     seen: list[str] = []
@@ -319,6 +325,7 @@ def test_dead_writers_work_is_completed_and_cleaned_up(tmp_path: Path) -> None:
 # --- damage --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("the newest generation that all ranks have is restored, memory and disk mixed")
 def test_a_manifest_of_the_first_release_is_read_and_written_as_then() -> None:
     text = b"""{
   "attempt": 2,
@@ -394,6 +401,8 @@ def spoil_everything(path: Path) -> str:
     return r"lacks the parts of rank\(s\) 0 of 1"
 
 
+@pytest.mark.shows("a checkpoint with missing ranks is passed over, and a log says which are missing")
+@pytest.mark.shows("a damaged or missing file: the checkpoint before is used, and a warning says why")
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -421,6 +430,7 @@ def test_a_spoilt_checkpoint_is_passed_over(tmp_path: Path, spoil: object, caplo
     assert "step-0000000010.1" in names(tmp_path)
 
 
+@pytest.mark.shows("a flipped bit is found, its tensors are named, and the checkpoint before is used")
 def test_a_flipped_bit_is_found_by_reading_and_remembered(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     write_checkpoint(tmp_path, Generation(1, 10), 2)
@@ -462,6 +472,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 # --- removal -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("retention is a function of what is in the directory, and spares what is read")
 def test_retention_keeps_what_the_rule_says_and_survives_a_restart(tmp_path: Path) -> None:
     for step in range(10, 70, 10):
         write_checkpoint(tmp_path, Generation(1, step), metrics={"loss": abs(step - 30)})
@@ -475,6 +486,7 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path).checkpoints()[0].metrics == {"steps": 3.0}
 
 
+@pytest.mark.shows("retention is a function of what is in the directory, and spares what is read")
 def test_what_is_being_read_stays(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         write_checkpoint(tmp_path, Generation(1, step))
@@ -497,6 +509,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_garbage(tmp_path: Path, mo
     assert names(tmp_path) == before
 
 
+@pytest.mark.shows("the disk is full: the old checkpoint is whole, and training goes on")
 def test_on_a_full_disk_a_rank_gives_up_its_older_uncommitted_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

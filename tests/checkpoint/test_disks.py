@@ -44,6 +44,7 @@ def state_of(value: int, num_bytes: int) -> dict[str, Any]:
     return {"w": torch.full((num_bytes,), value, dtype=torch.uint8)}
 
 
+@pytest.mark.shows("the disk is full: the old checkpoint is whole, and training goes on")
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(
     disk: Path, make: Any, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
@@ -97,6 +98,7 @@ if {ending!r} == "close":
     os.kill(status.pid, signal.SIGKILL)  # else it tries for half a minute more
 
 
+@pytest.mark.shows("a checkpoint directory that is read-only is refused, and can still be read")
 def test_a_read_only_disk_is_refused_and_can_be_looked_at(
     disk: Path, make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_read_only_disk_is_refused_and_can_be_looked_at(
         assert checkpointer.load().step == 1
 
 
+@pytest.mark.shows("another user's checkpoint directory, or memory, is not touched")
 def test_another_users_directory_is_refused_and_stays_as_it_is(make: Any, tmp_path: Path) -> None:
     with make() as checkpointer:
         checkpointer.save(1, state_of(1, MIB))

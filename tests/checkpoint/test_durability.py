@@ -45,6 +45,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     return found
 
 
+@pytest.mark.shows("`latest` moves last, by rename, after every file was synced, and never back")
+@pytest.mark.shows("tensor files are synced, and no file is written in place")
 def test_latest_moves_when_every_file_and_directory_is_on_disk(calls: list[tuple[str, Path]], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, Generation(1, 120), world_size=2)
     moved = calls.index(("to", tmp_path / "latest"))

@@ -79,6 +79,8 @@ def test_a_later_start_beats_a_higher_step(make: Any) -> None:
         assert checkpointer.load().step == 60
 
 
+@pytest.mark.shows("a damaged or missing file: the checkpoint before is used, and a warning says why")
+@pytest.mark.shows("a flipped bit is found, its tensors are named, and the checkpoint before is used")
 def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +103,9 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(
     assert any("damaged" in note for note in loaded.notes)
 
 
+@pytest.mark.shows("a damaged or missing file: the checkpoint before is used, and a warning says why")
+@pytest.mark.shows("a flipped bit is found, its tensors are named, and the checkpoint before is used")
+@pytest.mark.shows("a trainer that dies during the copy leaves no checkpoint without data")
 def test_training_does_not_begin_anew_when_no_checkpoint_is_whole(make: Any, tmp_path: Path) -> None:
     with make() as checkpointer:
         checkpointer.save(1, state_of(1))
@@ -152,6 +157,8 @@ def test_torn_memory_is_passed_over_and_said(make: Any, memory: Path, caplog: py
     assert "the metadata of step 2 of attempt 1 is damaged" in caplog.text
 
 
+@pytest.mark.shows("a save follows the layout of the state: new keys, and tensors that grew")
+@pytest.mark.shows("the payload may change its size from save to save, also while an older one is read")
 def test_saves_of_any_change_of_the_state_come_back(make: Any) -> None:
     states = [
         {"a": torch.rand(10)},
@@ -169,6 +176,7 @@ def test_saves_of_any_change_of_the_state_come_back(make: Any) -> None:
             assert repr(back) == repr(state)
 
 
+@pytest.mark.shows("the layout of the state has changed: every difference is named, nothing is changed")
 def test_a_changed_layout_is_refused_with_all_differences_and_the_state_is_as_it_was(make: Any) -> None:
     with make() as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3), "old": torch.ones(1), "n": 1})
@@ -182,6 +190,7 @@ def test_a_changed_layout_is_refused_with_all_differences_and_the_state_is_as_it
         assert state["n"] == 1
 
 
+@pytest.mark.shows("later saves allocate nothing: the same files, descriptors and memory")
 def test_a_hundred_saves_take_no_more_memory_and_files(make: Any) -> None:
     state = {f"w{index}": torch.rand(1000) for index in range(50)}
     with make() as checkpointer:
@@ -201,6 +210,7 @@ def _resident_kib() -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.shows("with three slots a save never waits; with two it waits and says how long")
 def test_every_save_is_in_memory_also_while_the_writer_is_stopped(make: Any, wait_until: WaitUntil) -> None:
     with make() as checkpointer:
         checkpointer.save(1, state_of(1))
@@ -233,6 +243,7 @@ def test_a_writer_that_dies_is_replaced_and_said(make: Any, caplog: pytest.LogCa
 # Beside the program
 
 
+@pytest.mark.shows("`save_async` copies beside the program, and what is changed too early is found")
 def test_a_save_beside_training_waits_at_the_fence_and_before_each_optimizer_step(make: Any) -> None:
     model = torch.nn.Linear(200, 200)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -266,6 +277,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go_on
 
 
+@pytest.mark.shows("`save_async` copies beside the program, and what is changed too early is found")
 def test_a_parameter_that_is_changed_too_early_is_found(make: Any, held_up: threading.Event) -> None:
     model = torch.nn.Linear(3, 3)
     with make(check_async=True) as checkpointer:
@@ -278,6 +290,7 @@ def test_a_parameter_that_is_changed_too_early_is_found(make: Any, held_up: thre
         assert checkpointer.load().step == 1
 
 
+@pytest.mark.shows("`save_async` copies beside the program, and what is changed too early is found")
 def test_what_a_forward_pass_changes_is_taken_at_once(make: Any, held_up: threading.Event) -> None:
     model = torch.nn.BatchNorm1d(3)
     state = {"model": model, "mean": torch.zeros(3)}
@@ -296,6 +309,7 @@ def test_what_a_forward_pass_changes_is_taken_at_once(make: Any, held_up: thread
 # Refusals
 
 
+@pytest.mark.shows("arguments that break a rule are refused, all at once")
 def test_misuse_is_an_error_at_once(make: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match=r"num_slots=1.*stop_signals.*close_timeout_s"):
         CheckpointOptions(num_slots=1, stop_signals=(signal.SIGKILL,), close_timeout_s=-1)
@@ -351,6 +365,7 @@ def test_ranks_that_do_not_know_each_other_are_refused(
         assert checkpointer.load().step == 1
 
 
+@pytest.mark.shows("two jobs cannot have one checkpoint directory")
 def test_two_programs_cannot_have_one_directory(make: Any) -> None:
     with make(), pytest.raises(DirectoryInUse, match="is in use by job local"):
         make()
@@ -362,6 +377,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         FlashCheckpointer(tmp_path / "file" / "ckpt")
 
 
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 def test_full_memory_uses_a_file_and_says_so(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: Path, tmp_path: Path
 ) -> None:
@@ -373,6 +389,8 @@ def test_full_memory_uses_a_file_and_says_so(
     assert not (tmp_path / "ckpt" / ".memory").exists()
 
 
+@pytest.mark.shows("`/dev/shm` is full: refused before a byte is written, and training goes on")
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 def test_where_there_is_no_room_at_all_training_goes_on(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -438,6 +456,7 @@ def test_a_signal_asks_to_stop_and_the_programs_own_handler_runs(make: Any) -> N
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@pytest.mark.shows("the newest generation that all ranks have is restored, memory and disk mixed")
 def test_a_step_that_is_saved_again_is_a_checkpoint_of_its_own(make: Any, tmp_path: Path) -> None:
     with make(keep=Retention(keep_last=None)) as checkpointer:
         for value in (1, 2, 3):
@@ -481,6 +500,7 @@ ENDS = {
 }
 
 
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=pytest.mark.slow) if how in ("exit", "SIGKILL") else how for how in ENDS]
 )

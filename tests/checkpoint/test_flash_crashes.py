@@ -35,6 +35,7 @@ def test_a_normal_end_leaves_nothing_in_memory_and_the_last_generation_on_disk(t
     assert (trainers.path / "run" / "latest").readlink() == Path("step-0000000006.1")
 
 
+@pytest.mark.shows("killed at any time, the run is the undisturbed one bit by bit, with the same samples in each step")
 def test_a_killed_trainer_goes_on_from_memory_bit_by_bit(trainers: Trainers, undisturbed: Trainers) -> None:
     assert trainers.one("run", "--kill-at", "17") == SIGKILL
     assert trainers.one("run") == 0
@@ -43,6 +44,7 @@ def test_a_killed_trainer_goes_on_from_memory_bit_by_bit(trainers: Trainers, und
     assert trainers.ledger("run") == undisturbed.ledger("run")
 
 
+@pytest.mark.shows("killed at any time, the run is the undisturbed one bit by bit, with the same samples in each step")
 def test_without_its_memory_it_goes_on_from_disk_bit_by_bit(
     trainers: Trainers, undisturbed: Trainers, wait_until: Any
 ) -> None:
@@ -54,12 +56,14 @@ def test_without_its_memory_it_goes_on_from_disk_bit_by_bit(
     assert trainers.ledger("run") == undisturbed.ledger("run")
 
 
+@pytest.mark.shows("`save_async` copies beside the program, and what is changed too early is found")
 def test_saves_beside_training_are_the_same(trainers: Trainers, undisturbed: Trainers) -> None:
     assert trainers.one("run", "--asynchronous", "--kill-at", "9") == SIGKILL
     assert trainers.one("run", "--asynchronous") == 0
     assert trainers.done("run") == undisturbed.done("run")
 
 
+@pytest.mark.shows("SIGKILL at any point of a save leaves the newest generation whole")
 @pytest.mark.parametrize("point", [*POINTS, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_POINTS)])
 def test_death_at_any_point_of_a_save_loses_at_most_one_interval(
     trainers: Trainers, undisturbed: Trainers, point: str
@@ -75,10 +79,12 @@ def test_death_at_any_point_of_a_save_loses_at_most_one_interval(
     assert trainers.done("run")["digest"] == undisturbed.done("run")["digest"]
 
 
+@pytest.mark.shows("killed at any time, the run is the undisturbed one bit by bit, with the same samples in each step")
 def test_kills_at_random_times(trainers: Trainers, undisturbed: Trainers) -> None:
     _kill_at_random(trainers, undisturbed, 4)
 
 
+@pytest.mark.shows("SIGKILL at any point of a save leaves the newest generation whole")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_kills_at_random_times(trainers: Trainers, undisturbed: Trainers) -> None:
@@ -109,6 +115,7 @@ def undisturbed_pair(zygote: subprocess.Popen[str], tmp_path_factory: pytest.Tem
     return trainers
 
 
+@pytest.mark.shows("the newest generation that all ranks have is restored, memory and disk mixed")
 def test_ranks_that_died_at_different_saves_go_on_from_one(trainers: Trainers, undisturbed_pair: Trainers) -> None:
     faults = {1: f"slot.begun:4:kill:{trainers.path / 'marker'}"}
     # The other fails in its next step, having saved once more; its checkpoint writer waits for the dead one's part.
@@ -120,6 +127,7 @@ def test_ranks_that_died_at_different_saves_go_on_from_one(trainers: Trainers, u
         assert trainers.ledger("run", rank) == undisturbed_pair.ledger("run", rank)
 
 
+@pytest.mark.shows("the newest generation that all ranks have is restored, memory and disk mixed")
 def test_a_rank_that_lost_its_memory_goes_on_from_disk_with_the_other_from_memory(
     trainers: Trainers, undisturbed_pair: Trainers, wait_until: Any
 ) -> None:
@@ -132,6 +140,7 @@ def test_a_rank_that_lost_its_memory_goes_on_from_disk_with_the_other_from_memor
         assert trainers.done("run", rank) == undisturbed_pair.done("run", rank)
 
 
+@pytest.mark.shows("a DistributedDataParallel model, killed and begun again from disk, ends with the same weights")
 def test_a_model_of_distributed_data_parallel_goes_on_from_disk(trainers: Trainers, wait_until: Any) -> None:
     same = ["--steps", "14", "--ddp"]
     assert trainers.group("whole", 2, *same) == [0, 0]
@@ -145,6 +154,8 @@ def test_a_model_of_distributed_data_parallel_goes_on_from_disk(trainers: Traine
     assert trainers.done("run", 0) == trainers.done("whole", 0)
 
 
+@pytest.mark.shows("N ranks saved, M ranks loaded: FSDP2, tensor parallel, meshes, plain values")
+@pytest.mark.shows("the place in the data is right after a resize within an epoch")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(trainers: Trainers, wait_until: Any, size: int) -> None:

@@ -45,6 +45,7 @@ def state_of(value: float) -> dict[str, Any]:
 # Children
 
 
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 def test_children_that_outlive_a_killed_trainer_hold_nothing(make: Any, memory: Path, tmp_path: Path) -> None:
     program = """
         import os, signal, subprocess, sys, torch
@@ -74,6 +75,7 @@ def test_children_that_outlive_a_killed_trainer_hold_nothing(make: Any, memory: 
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.shows("no lock is freed by a process that does not own it")
 def test_a_lock_that_is_given_up_is_free_though_a_child_has_a_copy(tmp_path: Path) -> None:
     lock = FileLock.try_exclusive(tmp_path / "lock")
     assert lock
@@ -101,6 +103,7 @@ def test_a_forked_child_is_told_that_it_has_no_checkpointer(make: Any) -> None:
         assert checkpointer.load().step == 1
 
 
+@pytest.mark.shows("no lock is freed by a process that does not own it")
 def test_who_looks_whether_a_writer_lives_keeps_none_from_becoming_it(make: Any, memory: Path) -> None:
     with make() as checkpointer:
         checkpointer.close()
@@ -121,6 +124,7 @@ def test_who_looks_whether_a_writer_lives_keeps_none_from_becoming_it(make: Any,
 # Interrupted at a bad moment
 
 
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 def test_ctrl_c_while_the_fence_is_waited_for_loses_no_save(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, copy = threading.Event(), Copier.copy
 
@@ -226,6 +230,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_no_torn_generation(
         saving.close()
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 def test_a_signal_after_the_end_goes_where_it_went_before(make: Any) -> None:
     seen: list[str] = []
     former = signal.signal(signal.SIGTERM, lambda *_: seen.append("the program's first"))
@@ -280,6 +285,7 @@ class Loader:
             raise RuntimeError("this loader has another data set")
 
 
+@pytest.mark.shows("the newest generation that all ranks have is restored, memory and disk mixed")
 def test_an_error_in_one_ranks_program_while_it_restores_reaches_the_others(make: Any) -> None:
     said: dict[int, bytes] = {}
     barrier = threading.Barrier(2)
@@ -354,6 +360,7 @@ def test_a_rank_that_cannot_open_its_memory_leaves_no_other_waiting_in_a_collect
     assert ended == {0: (1, 7), 1: (1, 7)}, "both go on from disk"
 
 
+@pytest.mark.shows("the newest generation that all ranks have is restored, memory and disk mixed")
 def test_a_step_that_is_saved_again_is_newer_everywhere_and_on_all_ranks(make: Any, memory: Path) -> None:
     said: dict[int, bytes] = {}
     barrier = threading.Barrier(2)
@@ -406,6 +413,8 @@ def test_a_disk_that_is_full_at_the_end_ends_no_training(
         assert checkpointer.load().step == 1
 
 
+@pytest.mark.shows("a damaged or missing file: the checkpoint before is used, and a warning says why")
+@pytest.mark.shows("a flipped bit is found, its tensors are named, and the checkpoint before is used")
 @pytest.mark.parametrize("what", ["manifest", "shard"])
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, monkeypatch: pytest.MonkeyPatch
@@ -481,6 +490,8 @@ def no_umask() -> Iterator[None]:
     os.umask(former)
 
 
+@pytest.mark.shows("jobs do not collide, and what others can read does not depend on the umask")
+@pytest.mark.shows("jobs, components, ranks and directories have stores of their own, mode 0700")
 @pytest.mark.usefixtures("no_umask")
 def test_nothing_is_open_to_others_whatever_the_umask(make: Any, memory: Path, tmp_path: Path) -> None:
     with make() as checkpointer:
@@ -514,6 +525,7 @@ def test_modules_in_the_programs_directory_do_not_hide_the_writers(tmp_path: Pat
 # Jobs
 
 
+@pytest.mark.shows("a restarted step adopts what the killed one held in memory; a requeued job resumes from disk")
 def test_a_requeued_job_waits_for_the_lock_of_its_earlier_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -559,6 +571,7 @@ def train(state: dict[str, Any]) -> None:
     state["optimizer"].step()
 
 
+@pytest.mark.shows("lazy modules without shapes are restored, and refused by `save`")
 @pytest.mark.parametrize("more", [(), (torch.nn.LazyBatchNorm1d,)], ids=["", "buffers"])
 def test_a_lazy_module_gets_its_shapes_and_values_when_it_is_restored(make: Any, more: Any) -> None:
     def fresh() -> dict[str, Any]:
@@ -597,6 +610,7 @@ class Refusing(torch.nn.Linear):
         return super().load_state_dict(*given, **how)
 
 
+@pytest.mark.shows("lazy modules without shapes are restored, and refused by `save`")
 @pytest.mark.parametrize(("num_refusals", "result"), [(1, "Nothing was restored"), (2, "other may be half restored")])
 def test_what_a_module_refuses_is_taken_back_from_a_lazy_one_before_it(
     make: Any, num_refusals: int, result: str

@@ -42,6 +42,8 @@ def test_a_long_path_needs_a_page_for_each_link_and_a_save_without_it_is_an_erro
     assert "Nor is there room for a link to" in caplog.text
 
 
+@pytest.mark.shows("`/dev/shm` is full: refused before a byte is written, and training goes on")
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 @pytest.mark.parametrize("is_full_before", [True, False], ids=["before", "meanwhile"])
 def test_checkpoints_get_to_disk_where_shared_memory_has_no_free_page(
     small: Path, short_path: Path, is_full_before: bool, caplog: pytest.LogCaptureFixture

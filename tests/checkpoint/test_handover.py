@@ -261,6 +261,7 @@ def truth(zygote: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactor
 TAKER = {"HETSTREAM_TAKES_OVER": "41"}
 
 
+@pytest.mark.shows("seamless migration: the new job goes on from the very next step")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
@@ -288,6 +289,7 @@ def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
     print(f"pause with {num_ranks} rank(s): {took.pause_s:.2f} s")
 
 
+@pytest.mark.shows("seamless migration: the new job goes on from the very next step")
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["handover.claimed", "handover.asked"])
@@ -312,6 +314,7 @@ def test_a_successor_that_dies_changes_nothing(
     assert jobs.result() == undisturbed.result()
 
 
+@pytest.mark.shows("seamless migration: the new job goes on from the very next step")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "point",
@@ -393,6 +396,8 @@ class Group:
         return answers
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
+@pytest.mark.shows("seamless migration: the new job goes on from the very next step")
 @pytest.mark.parametrize("who", ["another job", pytest.param(0, marks=pytest.mark.slow), 2])
 def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: CheckpointDirectory, who: object) -> None:
     group, stops = Group(3), [0, 0, 0]
@@ -437,6 +442,7 @@ def test_the_next_look_is_about_a_second_away(num_steps: int, elapsed_s: float, 
     assert steps_until_next(num_steps, elapsed_s) == expected
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 @pytest.mark.timeout(400)
 def test_a_signal_to_one_of_two_ranks_ends_both_after_the_same_step(jobs: Jobs, truth: Callable[[int], Jobs]) -> None:
     undisturbed = truth(2)

@@ -145,6 +145,7 @@ def test_each_place_with_something_else_does_no_harm(place: Path, where: str) ->
     replaced(place, [(where, kind) for kind in KINDS])
 
 
+@pytest.mark.shows("nothing of a checkpoint file is run; damaged and hostile files are refused")
 @pytest.mark.slow
 def test_sources_of_other_formats_that_are_bombs_do_no_harm(place: Path) -> None:
     names = {}

@@ -84,6 +84,7 @@ def left_in(path: Path) -> list[str]:
     return [one.name for one in path.iterdir() if one.name.startswith("hetstream-")]
 
 
+@pytest.mark.shows("Lightning, the Hugging Face Trainer and Horovod, killed and begun again, end with the same weights")
 @pytest.mark.parametrize("starter", FRAMEWORKS, indirect=True)
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: Framework, tmp_path: Path) -> None:
     whole = framework.train(tmp_path / "undisturbed", "--interval", "7")
@@ -179,6 +180,7 @@ def test_a_trainer_of_hugging_face_that_shards_is_refused(framework: Framework, 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.shows("Lightning, the Hugging Face Trainer and Horovod, killed and begun again, end with the same weights")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "launcher", "options"), [("huggingface", TORCHRUN, []), ("lightning", [], ["--devices", "2"])]
@@ -207,6 +209,7 @@ def test_two_ranks_go_on_from_the_step_they_were_killed_at(
     assert sorted(words[2:] for words in resumed) == sorted(words[2 + num_made :] for words in whole)
 
 
+@pytest.mark.shows("Lightning, the Hugging Face Trainer and Horovod, killed and begun again, end with the same weights")
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [["0", "1"], ["1"]], ids=["both", "rank 1 alone"])
 @pytest.mark.parametrize(
@@ -324,6 +327,7 @@ print("RESULT", hvd.rank(), start, state["rank"]["number"], *weights)
 """
 
 
+@pytest.mark.shows("Lightning, the Hugging Face Trainer and Horovod, killed and begun again, end with the same weights")
 @pytest.mark.mpi
 def test_two_ranks_of_horovod_go_on_as_if_nobody_had_been_killed(tmp_path: Path) -> None:
     venv = Path(os.environ.get("HETSTREAM_HOROVOD_VENV", ROOT / ".venv-horovod"))

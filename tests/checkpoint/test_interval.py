@@ -28,6 +28,7 @@ def lost_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
     return mtbf_s * segments / interval_s - 1
 
 
+@pytest.mark.shows("the interval of saves is Young's and Daly's, from measured cost and failures")
 @given(cost_s=st.floats(0.001, 60), mtbf_s=st.floats(600, 1e6))
 def test_the_interval_loses_the_least(cost_s: float, mtbf_s: float) -> None:
     chosen = daly_interval_s(cost_s, mtbf_s)
@@ -40,6 +41,7 @@ def test_young_first_order_and_daly_limit() -> None:
     assert daly_interval_s(100, 40) == 40
 
 
+@pytest.mark.shows("the interval of saves is Young's and Daly's, from measured cost and failures")
 @given(
     cost_s=st.floats(0.0001, 1000),
     persist_s=st.floats(0, 10_000),
@@ -79,6 +81,7 @@ def test_failures_outweigh_the_belief_and_quiet_time_counts() -> None:
     assert history.mtbf_s(86400, running_s=10 * 86400) > history.mtbf_s(86400)
 
 
+@pytest.mark.shows("the interval of saves is Young's and Daly's, from measured cost and failures")
 def test_a_schedule_adapts_to_what_it_measures() -> None:
     schedule = Schedule(Adaptive(mtbf_s=3600), step=0, now_s=0.0)
     now_s, step, saves = 0.0, 0, []
@@ -131,6 +134,7 @@ def test_a_fixed_number_of_steps_is_exact() -> None:
     assert not schedule.is_due(59, 1e9, alone=True)
 
 
+@pytest.mark.shows("the interval of saves is Young's and Daly's, from measured cost and failures")
 @given(seed=st.integers(0, 2**32))
 def test_ranks_that_agree_save_at_the_same_steps(seed: int) -> None:
     dice = random.Random(seed)
@@ -146,6 +150,7 @@ def test_ranks_that_agree_save_at_the_same_steps(seed: int) -> None:
                 rank.adopt(agree_on_interval(proposals), step, now)
 
 
+@pytest.mark.shows("arguments that break a rule are refused, all at once")
 @pytest.mark.parametrize(
     ("make", "text"),
     [

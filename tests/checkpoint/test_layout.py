@@ -27,6 +27,7 @@ specs = st.lists(
 ).filter(lambda made: all(spec.name != "__metadata__" for spec in made))
 
 
+@pytest.mark.shows("every tensor lies at a multiple of 64 bytes, and none overlaps; a foreign layout is refused")
 @given(specs)
 def test_tensors_are_aligned_inside_and_do_not_overlap(made: list[TensorSpec]) -> None:
     layout = lay_out(made)
@@ -42,6 +43,7 @@ def test_tensors_are_aligned_inside_and_do_not_overlap(made: list[TensorSpec]) -
     assert end <= layout.payload_bytes < end + ALIGN_BYTES
 
 
+@pytest.mark.shows("every tensor lies at a multiple of 64 bytes, and none overlaps; a foreign layout is refused")
 @given(specs)
 def test_region_a_has_no_holes_and_region_b_packs_onto_item_boundaries(made: list[TensorSpec]) -> None:
     layout = lay_out(made)
@@ -101,6 +103,7 @@ def test_what_breaks_a_rule_is_refused(made: list[TensorSpec], words: str) -> No
         lay_out(made)
 
 
+@pytest.mark.shows("every tensor lies at a multiple of 64 bytes, and none overlaps; a foreign layout is refused")
 @given(
     st.binary(max_size=200)
     | st.recursive(

@@ -67,6 +67,7 @@ def train(state: dict[str, Any], steps: range) -> None:
                 scheduler.step(*([float(loss)] if name == "ReduceLROnPlateau" else []))
 
 
+@pytest.mark.shows("all of torch's optimizers (but SparseAdam) and schedulers go on bit by bit")
 def test_every_optimizer_and_scheduler_goes_on(make: Any) -> None:
     with warnings.catch_warnings():
         # Some schedulers warn of their own way to use others.

@@ -162,6 +162,7 @@ def test_a_flipped_bit_is_found_and_its_place_named(tmp_path: Path, at: int) -> 
         open_at(path, manifest)
 
 
+@pytest.mark.shows("a flipped bit is found, its tensors are named, and the checkpoint before is used")
 def test_the_damaged_chunk_and_its_tensors_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_file, "CHUNK_BYTES", 8192)
     record = make_record(5, [TensorSpec(f"layer.{number}", "U8", (4096,)) for number in range(10)])

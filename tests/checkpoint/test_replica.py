@@ -193,6 +193,7 @@ def test_two_generations_are_kept_and_found(keeper: Keeper, source: Store) -> No
         assert (bytes(segment.payload), segment.metadata) == (payload, metadata)
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 def test_a_stranger_gets_nothing_and_allocates_nothing(keeper: Keeper) -> None:
     with pytest.raises(ReplicaError, match="does not have the key"):
         Channel.connect(keeper.endpoint, bytes(32))
@@ -295,6 +296,7 @@ class Spoilt:
         channel.send(b"\1" + value.to_bytes(8, "little"))
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
@@ -458,6 +460,7 @@ def pair(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Pair]:
         yield made
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 def test_writers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
     writers = [pair.writer(rank) for rank in (0, 1)]
     for step in (10, 20, 30):
@@ -479,6 +482,7 @@ def test_writers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
 
 
 # Each transfer has seven chunks; the second one is hit.
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 @pytest.mark.parametrize(
     ("rank", "point"),
     [
@@ -505,6 +509,7 @@ def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank
     pair.until_replicated(0, 20)
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "replica.receiving:10:stop"])
 def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair, fault: str) -> None:
@@ -524,6 +529,7 @@ def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair, fa
     assert pair.status(0).replica_error == ""
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 def test_full_memory_of_the_peer_is_said_and_training_goes_on(pair: Pair) -> None:
     pair.writer(0)
     pair.writer(1, "replica.allocating:1:full")

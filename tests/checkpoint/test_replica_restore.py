@@ -130,6 +130,7 @@ def job(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Job]:
         yield Job(tmp_path, wait_until, undo)
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 @pytest.mark.parametrize(
     ("with_replicas", "lost", "hosts", "sources"),
     [

@@ -156,6 +156,7 @@ def test_every_scheduler_of_torch_goes_on_as_it_would_have(name: str) -> None:
     assert _equal(_states(fresh), _states(saved))
 
 
+@pytest.mark.shows("what is restored or loaded is copied out of shared memory; there is no zero-copy")
 def test_tensors_keep_their_identity_and_never_alias_what_was_saved() -> None:
     saved = trained(torch.optim.Adam)
     _, part = pack(saved)
@@ -511,6 +512,7 @@ class Holder:
         self.state = copy.deepcopy(state)
 
 
+@pytest.mark.shows("nothing that another user's checkpoint holds is called")
 def test_a_checkpoint_makes_objects_only_of_the_classes_that_the_state_has_in_their_place(tmp_path: Path) -> None:
     kept, strange = Place(1), [Place(2), Point(3, 4), {"deep": Place(5)}]
     saved = {"top": Place(6), "rows": [Place(7), Place(8)], "object": Holder(own=kept, other=strange, more=[Place(9)])}
@@ -530,6 +532,7 @@ def test_a_checkpoint_makes_objects_only_of_the_classes_that_the_state_has_in_th
     assert found["other"] == strange
 
 
+@pytest.mark.shows("nothing that another user's checkpoint holds is called")
 @pytest.mark.parametrize("field", ["deepcopy", "get_lr", "index"])
 @pytest.mark.parametrize("as_pair", [False, True])
 def test_nothing_of_a_checkpoint_is_called(tmp_path: Path, field: str, as_pair: bool) -> None:

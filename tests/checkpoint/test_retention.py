@@ -32,6 +32,7 @@ def kept(checkpoints: list[Saved], rule: Retention) -> list[Saved]:
     return [verdict.saved for verdict in judge(checkpoints, rule) if verdict.keep]
 
 
+@pytest.mark.shows("retention is a function of what is in the directory, and spares what is read")
 @given(directories, rules, st.data())
 def test_what_must_never_go_stays(checkpoints: list[Saved], rule: Retention, data: st.DataObject) -> None:
     being_read = data.draw(st.sets(st.sampled_from(checkpoints), max_size=3)) if checkpoints else set()
@@ -54,6 +55,7 @@ def test_a_second_look_deletes_nothing_more(checkpoints: list[Saved], rule: Rete
     assert kept(left, rule) == left
 
 
+@pytest.mark.shows("retention is a function of what is in the directory, and spares what is read")
 @given(directories, rules)
 def test_deleting_as_they_come_keeps_what_deleting_at_the_end_keeps(checkpoints: list[Saved], rule: Retention) -> None:
     """Restarts, and so the moments at which the rule is applied, change nothing in what it names."""
@@ -90,6 +92,7 @@ def test_damaged_ones_take_no_place_and_a_later_attempt_is_newer() -> None:
     ] * 2
 
 
+@pytest.mark.shows("arguments that break a rule are refused, all at once")
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -124,6 +124,7 @@ def test_views_outlive_a_close(complete: Segment, path: Path) -> None:
     assert bytes(view) == PAYLOAD
 
 
+@pytest.mark.shows("SIGKILL at any point of a save leaves the newest generation whole")
 def test_a_header_torn_at_any_byte_is_refused(complete: Segment, path: Path) -> None:
     old = path.read_bytes()[:200]
     fill(complete, Generation(2, 130), 8)

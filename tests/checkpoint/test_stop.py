@@ -250,6 +250,7 @@ def test_a_signal_behind_the_request_of_the_writer_does_not_end_what_is_closing(
     job.check_saved_and_stopped_once(1)
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["everybody", "the launcher and the checkpoint writer", "the launcher"])
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_the_newest_generations_are_held(store: Store) -> None:
         assert steps(store) == list(range(step, max(0, step - 3), -1))
 
 
+@pytest.mark.shows("the payload may change its size from save to save, also while an older one is read")
 def test_sizes_may_change_from_save_to_save(store: Store) -> None:
     for step in range(1, 40):
         save(store, step, size_at(step, SIZE, grows=True))
@@ -118,6 +119,7 @@ def test_sizes_may_change_from_save_to_save(store: Store) -> None:
     assert len(list(store.path.glob("slot-*"))) == 3
 
 
+@pytest.mark.shows("the payload may change its size from save to save, also while an older one is read")
 def test_a_reader_keeps_what_a_growing_slot_held(store: Store) -> None:
     save(store, 1, SIZE)
     (first,) = store.held()
@@ -231,6 +233,7 @@ def test_a_step_may_be_saved_twice_and_the_later_counts(store: Store) -> None:
         assert bytes(segment.payload) == b"again"
 
 
+@pytest.mark.shows("with three slots a save never waits; with two it waits and says how long")
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_a_save_waits_only_with_two_slots(identity: StoreIdentity, shared_memory: Path, num_slots: int) -> None:
     with Store.open(identity, num_slots, shared_memory) as store, StoreView(store.path) as view:
@@ -268,6 +271,7 @@ def test_memory_is_prepared_in_a_thread_while_saves_go_on(store: Store) -> None:
     assert steps(store) == [12, 11, 10]
 
 
+@pytest.mark.shows("later saves allocate nothing: the same files, descriptors and memory")
 def test_a_prepared_store_allocates_nothing_for_a_save(store: Store) -> None:
     store.prepare(SIZE, 1000)
     slots = [path.stat().st_ino for path in sorted(store.path.glob("slot-*"))]
@@ -285,6 +289,7 @@ def test_preparing_spares_what_is_complete(store: Store) -> None:
     assert steps(store) == [2, 1]
 
 
+@pytest.mark.shows("later saves allocate nothing: the same files, descriptors and memory")
 def test_a_thousand_saves_are_flat(store: Store) -> None:
     def holdings() -> tuple[int, int, list[str]]:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -307,6 +312,7 @@ def test_a_thousand_saves_are_flat(store: Store) -> None:
 # --- who has a store ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("jobs, components, ranks and directories have stores of their own, mode 0700")
 def test_a_second_trainer_is_told_who_the_first_is(identity: StoreIdentity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--waits") as first:
         assert first.stdout
@@ -317,6 +323,7 @@ def test_a_second_trainer_is_told_who_the_first_is(identity: StoreIdentity, shar
     Store.open(identity, shared_memory=shared_memory).close()
 
 
+@pytest.mark.shows("jobs, components, ranks and directories have stores of their own, mode 0700")
 def test_twins_of_one_instant_get_one_store(identity: StoreIdentity, shared_memory: Path) -> None:
     twins = [start(identity.directory, shared_memory, "--waits") for _ in range(3)]
     try:
@@ -329,6 +336,7 @@ def test_twins_of_one_instant_get_one_store(identity: StoreIdentity, shared_memo
             assert twin.returncode == 0 or "StoreInUse" in errors
 
 
+@pytest.mark.shows("a restarted step adopts what the killed one held in memory; a requeued job resumes from disk")
 def test_the_next_trainer_adopts_what_a_killed_one_held(identity: StoreIdentity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--saves", 4, "--waits") as first:
         assert first.stdout
@@ -360,6 +368,7 @@ def test_fewer_slots_than_a_dead_trainer_had_keep_the_newest(identity: StoreIden
         assert steps(third) == [6, 5, 4]
 
 
+@pytest.mark.shows("a restarted step adopts what the killed one held in memory; a requeued job resumes from disk")
 def test_a_closed_store_that_its_writer_still_needs_is_adopted(identity: StoreIdentity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as first, StoreView(first.path) as view:
         view.become_writer()
@@ -375,6 +384,8 @@ def test_a_closed_store_that_its_writer_still_needs_is_adopted(identity: StoreId
         assert view.remove()
 
 
+@pytest.mark.shows("jobs do not collide, and what others can read does not depend on the umask")
+@pytest.mark.shows("jobs, components, ranks and directories have stores of their own, mode 0700")
 def test_other_jobs_ranks_components_and_directories_have_stores_of_their_own(
     tmp_path: Path, shared_memory: Path
 ) -> None:
@@ -416,6 +427,8 @@ def test_what_a_stranger_calls_by_our_names_is_looked_at_once(tmp_path: Path) ->
     assert list_stores(tmp_path / "missing", stores_prefix()) == []
 
 
+@pytest.mark.shows("another user's checkpoint directory, or memory, is not touched")
+@pytest.mark.shows("jobs, components, ranks and directories have stores of their own, mode 0700")
 @needs_root
 def test_another_users_directory_under_our_name_is_not_touched(
     identity: StoreIdentity, shared_memory: Path, caplog: pytest.LogCaptureFixture
@@ -435,6 +448,7 @@ def test_another_users_directory_under_our_name_is_not_touched(
     foreign.rmdir()
 
 
+@pytest.mark.shows("locks of `/dev/shm` and squatted names there hold no trainer up")
 @needs_root
 def test_a_crowd_of_squatted_names_is_one_line(
     identity: StoreIdentity, shared_memory: Path, caplog: pytest.LogCaptureFixture
@@ -453,6 +467,7 @@ def test_a_crowd_of_squatted_names_is_one_line(
         path.rmdir()
 
 
+@pytest.mark.shows("locks of `/dev/shm` and squatted names there hold no trainer up")
 def test_who_locks_shared_memory_holds_no_trainer_up(
     identity: StoreIdentity, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -476,6 +491,8 @@ def test_a_directory_that_is_open_to_others_is_not_used(identity: StoreIdentity,
     loose.rmdir()
 
 
+@pytest.mark.shows("no lock is freed by a process that does not own it")
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 def test_a_forked_child_holds_nothing_and_ends_nothing(identity: StoreIdentity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as store:
         save(store, 1, SIZE)
@@ -508,6 +525,7 @@ def test_a_forked_child_holds_nothing_and_ends_nothing(identity: StoreIdentity, 
             os.close(descriptor)
 
 
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 def test_an_interrupted_trainer_leaves_nothing(identity: StoreIdentity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--waits") as process:
         assert process.stdout
@@ -518,6 +536,7 @@ def test_an_interrupted_trainer_leaves_nothing(identity: StoreIdentity, shared_m
     assert os.listdir(shared_memory) == []
 
 
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 def test_pythons_resource_tracker_is_not_used() -> None:
     heavy = ("multiprocessing", "numpy", "torch")
     words = "import sys, hetstream.checkpoint.memory.store, hetstream.checkpoint.memory.view; "
@@ -529,6 +548,8 @@ def test_pythons_resource_tracker_is_not_used() -> None:
 # --- full memory ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("`/dev/shm` is full: refused before a byte is written, and training goes on")
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 @needs_root
 def test_full_shared_memory_is_refused_before_anything_is_written(identity: StoreIdentity, tiny: Path) -> None:
     with Store.open(identity, shared_memory=tiny) as store:
@@ -542,6 +563,7 @@ def test_full_shared_memory_is_refused_before_anything_is_written(identity: Stor
         assert steps(store) == [3, 1]
 
 
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 @needs_root
 def test_with_room_for_two_slots_two_are_used(
     identity: StoreIdentity, tiny: Path, caplog: pytest.LogCaptureFixture
@@ -555,6 +577,7 @@ def test_with_room_for_two_slots_two_are_used(
     assert "a slot less" in caplog.text
 
 
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 @needs_root
 def test_preparing_says_that_memory_is_too_small(identity: StoreIdentity, tiny: Path) -> None:
     with Store.open(identity, shared_memory=tiny) as store, pytest.raises(SharedMemoryFull):
@@ -565,6 +588,7 @@ def num_links(store: Store) -> int:
     return sum(path.is_symlink() for path in store.path.glob("slot-*"))
 
 
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 @needs_root
 def test_what_does_not_fit_into_memory_is_a_file_elsewhere(
     identity: StoreIdentity, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -593,6 +617,7 @@ def test_what_does_not_fit_into_memory_is_a_file_elsewhere(
     assert os.listdir(fallback) == []
 
 
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 @pytest.mark.parametrize("place", ["missing", "file"])
 def test_without_shared_memory_the_store_is_elsewhere(
     identity: StoreIdentity, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
@@ -611,6 +636,7 @@ def test_without_shared_memory_the_store_is_elsewhere(
         Store.open(identity, shared_memory=tmp_path / place)
 
 
+@pytest.mark.shows("shared memory that is too small is refused before a byte is written, and a file takes its place")
 def test_more_than_the_hosts_memory_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetstream.checkpoint.memory.segment.available_bytes", lambda: 1000)
     with pytest.raises(SharedMemoryFull, match="only 1000 bytes of memory"):
@@ -674,6 +700,7 @@ def test_a_writer_asks_the_trainer_to_stop_and_its_successor_is_not_asked(
         assert successor.stop_reason() == ""
 
 
+@pytest.mark.shows("two checkpoint writers never write at once")
 def test_a_store_has_one_writer(store: Store) -> None:
     with StoreView(store.path) as first, StoreView(store.path) as second:
         first.become_writer()
@@ -685,6 +712,7 @@ def test_a_store_has_one_writer(store: Store) -> None:
         second.become_writer()
 
 
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 def test_only_what_nobody_uses_is_removed(identity: StoreIdentity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as store:
         save(store, 1, SIZE)
@@ -707,6 +735,7 @@ def test_a_store_that_goes_while_stores_are_listed_is_none(store: Store, monkeyp
     assert [one.path for one in find_stores()] == [store.path]
 
 
+@pytest.mark.shows("the payload may change its size from save to save, also while an older one is read")
 def test_readers_never_see_a_mixture(store: Store, wait_until: Callable[..., None]) -> None:
     """A reader beside a trainer whose payload changes size all the time."""
     seen: list[int] = []

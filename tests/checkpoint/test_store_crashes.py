@@ -59,6 +59,7 @@ def clean(shared_memory: Path) -> None:
 
 
 # Every slot has been used when the fifth save begins.
+@pytest.mark.shows("SIGKILL at any point of a save leaves the newest generation whole")
 @pytest.mark.parametrize("count", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 5])
 @pytest.mark.parametrize("point", IN_A_SAVE)
 def test_killed_at_a_point_of_a_save(
@@ -76,6 +77,7 @@ def test_killed_at_a_point_of_a_save(
     clean(shared_memory)
 
 
+@pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
 @pytest.mark.parametrize("point", [*AT_THE_START, *AT_THE_END])
 def test_killed_while_the_store_is_made_or_given_up(
     identity: StoreIdentity, shared_memory: Path, tmp_path: Path, point: str
@@ -103,6 +105,8 @@ def test_killed_while_it_adopts(identity: StoreIdentity, shared_memory: Path, tm
     clean(shared_memory)
 
 
+@pytest.mark.shows("SIGKILL at any point of a save leaves the newest generation whole")
+@pytest.mark.shows("a trainer that dies during the copy leaves no checkpoint without data")
 def test_killed_at_any_byte_of_the_copy(identity: StoreIdentity, shared_memory: Path) -> None:
     chance = random.Random(7)
     newest = 0
@@ -155,16 +159,19 @@ def kill_at_random(identity: StoreIdentity, shared_memory: Path, kills: int, see
     clean(shared_memory)
 
 
+@pytest.mark.shows("SIGKILL at any point of a save leaves the newest generation whole")
 def test_killed_at_any_time(identity: StoreIdentity, shared_memory: Path) -> None:
     kill_at_random(identity, shared_memory, 6, seed=1)
 
 
+@pytest.mark.shows("SIGKILL at any point of a save leaves the newest generation whole")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_five_hundred_times(identity: StoreIdentity, shared_memory: Path) -> None:
     kill_at_random(identity, shared_memory, 500, seed=2)
 
 
+@pytest.mark.shows("with three slots a save never waits; with two it waits and says how long")
 def test_a_stopped_writer_keeps_its_generation_and_holds_up_no_save(
     identity: StoreIdentity, shared_memory: Path
 ) -> None:

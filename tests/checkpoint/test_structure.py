@@ -290,6 +290,7 @@ def test_no_name_of_a_file_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None
     decode({"$node": ["asked:Lazy.Inner", None, []]}, ())
 
 
+@pytest.mark.shows("nothing that another user's checkpoint holds is called")
 @pytest.mark.parametrize("name", ["__deepcopy__", "__reduce_ex__", "__reduce__", "__copy__", "__getattr__", "__x"])
 def test_names_of_python_itself_are_no_fields(name: str) -> None:
     trap = make_dataclass("Trap", [name])

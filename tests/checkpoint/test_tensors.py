@@ -70,6 +70,7 @@ def test_every_dtype_of_torch_is_known_or_refused_with_a_way_out() -> None:
         pack({"state": quantized})
 
 
+@pytest.mark.shows("every tensor lies at a multiple of 64 bytes, and none overlaps; a foreign layout is refused")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (4, 16)], ids=str)
 def test_every_dtype_and_shape_comes_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -121,6 +122,7 @@ def test_memory_formats_and_expansions_are_kept() -> None:
     assert part.load()["big"].stride() == (0,)
 
 
+@pytest.mark.shows("every tensor lies at a multiple of 64 bytes, and none overlaps; a foreign layout is refused")
 def test_a_tied_tensor_is_stored_once_and_tied_again() -> None:
     weight = torch.nn.Parameter(torch.rand(4, 16))
     plan, part = pack({"model": {"embed": weight, "head": weight, "detached": weight.detach()}})
@@ -352,6 +354,7 @@ def _views(draw: st.DrawFn) -> list[torch.Tensor]:
     return views
 
 
+@pytest.mark.shows("every tensor lies at a multiple of 64 bytes, and none overlaps; a foreign layout is refused")
 @settings(max_examples=200, deadline=None)
 @given(_views())
 def test_any_views_of_one_memory_come_back(views: list[torch.Tensor]) -> None:

@@ -42,6 +42,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state.pt"
 
 
+@pytest.mark.shows("`ckpt convert --to torch` opens with `torch.load(weights_only=True)`, mapped too")
 @pytest.mark.parametrize("mmap", [False, True])
 def test_every_dtype_and_shape_comes_back(path: Path, mmap: bool) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -58,6 +59,7 @@ def test_every_dtype_and_shape_comes_back(path: Path, mmap: bool) -> None:
             assert torch.equal(back[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
 
 
+@pytest.mark.shows("`ckpt convert --to torch` opens with `torch.load(weights_only=True)`, mapped too")
 def test_tied_tensors_share_a_storage_and_views_keep_their_strides(path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     state = {"a": whole, "b": whole, "turned": whole.t(), "column": whole[:, 2], "expanded": whole[:1].expand(3, 6)}
@@ -91,6 +93,7 @@ def test_parameters_stay_parameters(path: Path) -> None:
     assert back["module"]._metadata == state["module"]._metadata  # type: ignore[attr-defined]
 
 
+@pytest.mark.shows("`ckpt convert --to torch` opens with `torch.load(weights_only=True)`, mapped too")
 def test_plain_values_come_back_as_they_are(path: Path) -> None:
     state = {
         "numbers": [0, 1, -1, 255, 2**31, 2**63, -(2**64), 1 << 900, -(1 << 2038), 0.1, -0.0, math.inf, 1e-320],
@@ -111,6 +114,7 @@ def test_plain_values_come_back_as_they_are(path: Path) -> None:
     assert type(back["of torch"][2]) is torch.Size
 
 
+@pytest.mark.shows("what has no plain form comes back from `torch.load` as its nearest, as documented")
 def test_values_without_a_plain_form_come_back_as_the_nearest(path: Path) -> None:
     """The table in docs/checkpoint-formats.md."""
     state = {

@@ -278,6 +278,7 @@ def test_no_training_begins_below_what_anybody_can_write_to(tmp_path: Path) -> N
         CheckpointDirectory(tmp_path / "open" / "ckpt").acquire(ME)
 
 
+@pytest.mark.shows("no link of another user leads a training or `ckpt gc` into another training")
 @needs_root
 @pytest.mark.parametrize("mode", [0o755, 0o2775, 0o1777])
 @pytest.mark.parametrize("below", ["", "run"])
@@ -317,6 +318,7 @@ def test_ones_own_link_leads_to_a_training(tmp_path: Path) -> None:
     assert (tmp_path / "other" / ".lineage.json").exists()
 
 
+@pytest.mark.shows("no link of another user leads a training or `ckpt gc` into another training")
 def test_a_directory_that_was_renamed_into_the_place_of_another_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

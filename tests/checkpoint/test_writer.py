@@ -142,6 +142,7 @@ def test_a_closed_store_is_persisted_and_removed(bench: Bench) -> None:
     assert not trainer.store.exists()
 
 
+@pytest.mark.shows("a trainer that dies during the copy leaves no checkpoint without data")
 def test_a_killed_trainers_newest_generation_gets_to_disk_and_stays_in_memory(bench: Bench) -> None:
     trainer = bench.trainer()
     writer = bench.writer(trainer.store)
@@ -184,6 +185,7 @@ def test_a_damaged_generation_in_memory_does_not_hide_an_older_one(bench: Bench)
     assert writer.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.shows("something that is called `latest` and is no link stays, and checkpoints go on")
 def test_what_is_called_latest_and_is_no_link_is_said_once_and_holds_nothing_up(bench: Bench) -> None:
     latest = bench.directory / "latest"
     latest.write_text("a user's")
@@ -201,6 +203,7 @@ def test_what_is_called_latest_and_is_no_link_is_said_once_and_holds_nothing_up(
     bench.until(lambda: latest.is_symlink() and os.readlink(latest) == "step-0000000030.1", "the link")
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 def test_sigterm_brings_the_newest_to_disk(bench: Bench) -> None:
     trainer = bench.trainer()
     writer = bench.writer(trainer.store)
@@ -214,6 +217,8 @@ def test_sigterm_brings_the_newest_to_disk(bench: Bench) -> None:
     assert "told to end" in bench.said()
 
 
+@pytest.mark.shows("a checkpoint with missing ranks is passed over, and a log says which are missing")
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 def test_sigterm_says_what_is_missing(bench: Bench) -> None:
     trainer = bench.trainer(rank=1, world_size=3)
     writer = bench.writer(trainer.store)
@@ -226,6 +231,7 @@ def test_sigterm_says_what_is_missing(bench: Bench) -> None:
     )
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 def test_what_is_missing_is_said_before_slurm_kills_the_writer(bench: Bench) -> None:
     """A node is lost, and its rank's part never comes: the writer waits for it, and is killed while it does."""
     trainer = bench.trainer(rank=1, world_size=2)
@@ -239,6 +245,7 @@ def test_what_is_missing_is_said_before_slurm_kills_the_writer(bench: Bench) -> 
     writer.kill()
 
 
+@pytest.mark.shows("two checkpoint writers never write at once")
 def test_the_second_writer_of_a_store_leaves(bench: Bench) -> None:
     trainer = bench.trainer()
     first = bench.writer(trainer.store)
@@ -358,6 +365,7 @@ def test_signals_for_trainers_do_not_end_it(bench: Bench) -> None:
     assert writer.poll() is None
 
 
+@pytest.mark.shows("retention is a function of what is in the directory, and spares what is read")
 def test_retention_by_the_writers(bench: Bench) -> None:
     directory = CheckpointDirectory(bench.directory)
     attempt = directory.acquire(JobIdentity("77", "here", 1), Retention(keep_last=2))
@@ -381,6 +389,7 @@ _QUICK = ("persist.writing", "persist.named", "persist.described", "commit.renam
 SOME_POINTS = [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in WRITER_POINTS]
 
 
+@pytest.mark.shows("`latest` moves last, by rename, after every file was synced, and never back")
 @pytest.mark.parametrize("point", SOME_POINTS)
 def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new_step(bench: Bench, point: str) -> None:
     num_bytes = 40 * MIB if point == "persist.writing" else MIB
@@ -477,6 +486,7 @@ def test_an_attempt_killed_while_it_gets_its_number(bench: Bench, point: str) ->
     assert start().stdout.split() == ["2" if point == "owner.numbered" else "3"]
 
 
+@pytest.mark.shows("the disk is full: the old checkpoint is whole, and training goes on")
 @pytest.mark.parametrize("point", ["persist.writing", "persist.unsynced", "persist.named"])
 def test_a_disk_that_gets_full_leaves_the_old_step_and_no_garbage(bench: Bench, point: str) -> None:
     trainer = bench.trainer()

@@ -49,6 +49,7 @@ def newest_on_disk(job: CheckpointJob) -> int:
     return found[0].generation.step if found else 0
 
 
+@pytest.mark.shows("a restarted step adopts what the killed one held in memory; a requeued job resumes from disk")
 @pytest.mark.timeout(400)
 def test_a_killed_trainer_goes_on_from_memory_and_a_requeued_job_from_disk(devcluster: Any, tmp_path: Path) -> None:
     directory = devcluster.out_dir / "killed and requeued"
@@ -58,6 +59,7 @@ def test_a_killed_trainer_goes_on_from_memory_and_a_requeued_job_from_disk(devcl
     assert all(row.met is not False for row in rows), rows
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_what_is_in_memory_is_on_disk_when_a_cancelled_job_is_gone(make_job: MakeJob) -> None:
@@ -71,6 +73,7 @@ def test_what_is_in_memory_is_on_disk_when_a_cancelled_job_is_gone(make_job: Mak
     assert "is not on disk" not in writer_log(job)
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_trainer_is_asked_to_stop_before_the_time_limit(make_job: MakeJob) -> None:
@@ -110,6 +113,7 @@ def test_a_trainer_whose_jobs_writer_dies_starts_its_own(make_job: MakeJob) -> N
     assert job.shared_memory() == []
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_signal_of_sbatch_ends_no_writer_and_reaches_trainers(make_job: MakeJob) -> None:

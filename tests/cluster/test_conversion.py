@@ -103,6 +103,7 @@ def odd_script(seed: int) -> str:
     return "\n".join([*lines, "hostname", ""])
 
 
+@pytest.mark.shows("a trailing backslash, vertical tabs and empty words are read as sbatch reads them")
 def test_odd_lines_are_read_as_sbatch_reads_them(devcluster: Any) -> None:
     accepted = 0
     for seed in range(60):
@@ -118,6 +119,7 @@ def test_odd_lines_are_read_as_sbatch_reads_them(devcluster: Any) -> None:
     assert accepted > 10
 
 
+@pytest.mark.shows("`#PBS` lines, `SBATCH_MEM_PER_CPU` beside `--mem`, `--reboot`: the trainer is the plain job")
 @pytest.mark.parametrize(
     ("lines", "words", "environ"),
     [
@@ -152,6 +154,7 @@ def test_the_trainer_is_the_plain_job_whatever_says_so(
     assert data_workers["Reboot"] == ("1" if "--reboot" in words else "0")
 
 
+@pytest.mark.shows("`--dependency=singleton`: of two jobs with one name the second starts when the first has ended")
 @pytest.mark.parametrize("dependency", ["singleton", pytest.param("afterany:JOB,singleton", marks=pytest.mark.slow)])
 def test_a_chain_of_jobs_with_one_name_goes_on(
     devcluster: Any, wait_until: Callable[..., None], dependency: str
@@ -209,6 +212,7 @@ def with_plugin(devcluster: Any, tmp_path: Path) -> dict[str, str]:
     return {**devcluster.env, "SLURM_CONF": str(config)}
 
 
+@pytest.mark.shows("options of SPANK plugins may have a blank before the value")
 def test_options_of_a_sites_plugins_have_their_values(with_plugin: dict[str, str], tmp_path: Path) -> None:
     taking = {
         name: sbatch_takes_value(name, with_plugin)
@@ -232,6 +236,7 @@ def test_options_of_a_sites_plugins_have_their_values(with_plugin: dict[str, str
             assert done.returncode == 0, (argv, done.stderr)
 
 
+@pytest.mark.shows("options of SPANK plugins may have a blank before the value")
 def test_nothing_is_submitted_when_sbatch_is_asked(devcluster: Any) -> None:
     before = devcluster.run(["squeue", "-h", "-a"]).stdout
     for name in ("wra", "wrap", "wrap=x", "gpus", "", "-", "hold"):
@@ -369,6 +374,7 @@ echo done $?
 """
 
 
+@pytest.mark.shows("the trainer keeps the CPUs that any step of its script asks for")
 @pytest.mark.parametrize(
     ("options", "body"),
     [

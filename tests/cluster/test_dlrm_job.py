@@ -17,6 +17,7 @@ HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(300)]
 
 
+@pytest.mark.shows("Criteo's rows become a trained model: `make demo-dlrm`, also on Slurm")
 def test_the_second_demo_trains_on_slurm_as_in_one_process(devcluster: Any) -> None:
     folder = Path(devcluster.out_dir) / "dlrm"
     folder.mkdir()

@@ -41,6 +41,9 @@ def end(job: ElasticJob, wait_until: WaitUntil) -> None:
     wait_until(job.has_ended, timeout_s=120, what="the end of the job")
 
 
+@pytest.mark.shows("a job grows from one to eight data workers, and shrinks by one drain")
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
+@pytest.mark.shows("the next submission of a script is proposed from the most similar past jobs")
 @pytest.mark.slow
 def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil
@@ -90,6 +93,7 @@ def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
     assert not (job.home / "elastic.json").exists()
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @pytest.mark.slow
 @pytest.mark.parametrize(("grows", "cpus"), [(True, 2), (False, 1)], ids=["in proportion", "one sample at a time"])
 def test_the_size_of_a_data_worker_is_tried_before_the_number(
@@ -120,6 +124,7 @@ def test_the_size_of_a_data_worker_is_tried_before_the_number(
     assert job.ledger_problems(400) == []
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [("keep",), ("keep", "serve")], ids=["in order", "at once"])
 def test_companions_end_with_a_job_master_that_is_gone_for_good(
@@ -139,6 +144,7 @@ def test_companions_end_with_a_job_master_that_is_gone_for_good(
     assert job.ledger_problems(240) == []
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @pytest.mark.slow
 def test_a_job_that_gains_nothing_ends_with_no_data_workers(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil, devcluster: Any
@@ -159,6 +165,7 @@ def test_a_job_that_gains_nothing_ends_with_no_data_workers(
     assert [one["action"] for one in summary["elastic"]["decisions"]] == [action for action, _ in job.changes()]
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @pytest.mark.slow
 def test_a_job_that_local_loading_feeds_gets_no_data_worker(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil
@@ -170,6 +177,8 @@ def test_a_job_that_local_loading_feeds_gets_no_data_worker(
     end(job, wait_until)
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
+@pytest.mark.shows("what comes and goes is companions, which can be cancelled while they are pending")
 @pytest.mark.slow
 def test_companions_that_wait_in_the_queue_hold_nothing_up_and_are_taken_back(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil, devcluster: Any
@@ -211,6 +220,10 @@ def test_companions_that_wait_in_the_queue_hold_nothing_up_and_are_taken_back(
     assert past.features.directory == os.path.realpath(job.home.parents[1])
 
 
+@pytest.mark.shows("`advise` names jobs that would gain, with the basis of each estimate")
+@pytest.mark.shows("a job grows from one to eight data workers, and shrinks by one drain")
+@pytest.mark.shows("shrinking cancels companions, each by its own job id; no component of the job is touched")
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @pytest.mark.slow
 def test_load_that_goes_gives_the_cpus_back_within_one_drain(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil

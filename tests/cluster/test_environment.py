@@ -57,6 +57,7 @@ def apptainer(directory: Path) -> tuple[str, str, str]:
 KINDS = {"activated": activated, "conda": conda, "container": stand_in, "apptainer": apptainer}
 
 
+@pytest.mark.shows("data workers run in the environment of the program: virtual, conda or a container")
 @pytest.mark.slurm
 @pytest.mark.parametrize(
     "kind",

@@ -37,6 +37,7 @@ def planned_start(devcluster: Any, job_id: str) -> str:
     return str(devcluster.run(["squeue", "-hj", job_id, "-o", "%S"]).stdout.strip())
 
 
+@pytest.mark.shows("short data workers in backfill holes move nobody's planned start")
 def test_companions_run_in_front_of_a_planned_start_and_are_gone_before_it(
     devcluster: Any, jobs: Callable[..., str], wait_until: WaitUntil
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_job_with_another_working_directory_is_found_by_its_number(devcluster:
     assert told(devcluster, "logs", "--path", job_id, "master") == f"{directory}/master.log\n"
 
 
+@pytest.mark.shows("every directory on the way to a job's directory is safe, or the home directory takes its place")
 def test_a_directory_that_somebody_else_could_swap_holds_no_jobs(devcluster: Any) -> None:
     home, share = devcluster.out_dir / "home", devcluster.out_dir / "share"
     home.mkdir()

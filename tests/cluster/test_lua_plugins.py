@@ -87,6 +87,7 @@ def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Clust
         yield Cluster(devcluster.record, devcluster.out_dir)
 
 
+@pytest.mark.shows("plain `sbatch` of a marked script is converted; without a working converter the plain job goes on")
 def test_plain_sbatch_becomes_a_streaming_job(cluster: Cluster, wait_until: Any) -> None:
     cluster.load()
     directory = cluster.directory("train", train=TRAIN)
@@ -107,6 +108,7 @@ def test_plain_sbatch_becomes_a_streaming_job(cluster: Cluster, wait_until: Any)
     assert not list(Path("/tmp").glob("hetstream-*/train.sbatch")), "the converted script is left"
 
 
+@pytest.mark.shows("plain `sbatch` of a marked script is converted; without a working converter the plain job goes on")
 def test_without_a_converter_the_plain_job_goes_on(cluster: Cluster, tmp_path: Path, wait_until: Any) -> None:
     directory = cluster.directory("plain", short=SHORT)
     tools = {name: tmp_path / name for name in ("slow", "broken", "silent", "missing")}
@@ -158,6 +160,7 @@ def test_ctrl_c_while_it_plans_submits_nothing(cluster: Cluster, tmp_path: Path,
     assert cluster.run(directory, "squeue", "--noheader", "--name=interrupted", "--states=all").stdout == ""
 
 
+@pytest.mark.shows("standard input, `--wrap`, arrays, hetjobs and srun pass through cli_filter unchanged")
 @pytest.mark.slow
 def test_what_is_not_to_be_converted_passes_unchanged(cluster: Cluster) -> None:
     cluster.load()
@@ -197,6 +200,7 @@ def test_what_is_not_to_be_converted_passes_unchanged(cluster: Cluster) -> None:
     assert "unrecognized option" in unknown.stderr
 
 
+@pytest.mark.shows("plain `sbatch` of a marked script is converted; without a working converter the plain job goes on")
 @pytest.mark.slow
 def test_words_arrive_as_they_were(cluster: Cluster) -> None:
     cluster.load()
@@ -218,6 +222,7 @@ def test_words_arrive_as_they_were(cluster: Cluster) -> None:
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.shows("plain `sbatch` of a marked script is converted; without a working converter the plain job goes on")
 @pytest.mark.slow
 def test_a_site_may_ask_for_data_workers_where_scripts_do_not(cluster: Cluster) -> None:
     cluster.load('{eligible = function(options) return "--data-workers=0-1 --data-worker-partition=cpu" end}')
@@ -228,6 +233,7 @@ def test_a_site_may_ask_for_data_workers_where_scripts_do_not(cluster: Cluster) 
     assert (done.returncode, done.stderr) == (5, "")
 
 
+@pytest.mark.shows("texts of refusals reach the user, and name the rule and the way out")
 def test_the_guard_right_sizes_and_refuses(cluster: Cluster, wait_until: Any) -> None:
     directory = cluster.directory("guard")
     asks = ["--gpus=2", "--gres=gpu:2", "--gpus-per-node=2", "--gpus-per-task=2"]
@@ -269,6 +275,7 @@ def test_a_host_without_the_modules_is_silent(cluster: Cluster, wait_until: Any)
     assert (directory / "bare.out").read_text() == "step\n"
 
 
+@pytest.mark.shows("any error of hetstream's Lua leaves the job as it is, on all versions")
 @pytest.mark.slow
 def test_a_hook_that_fails_lets_every_job_through(cluster: Cluster, wait_until: Any) -> None:
     directory = cluster.directory("failing")

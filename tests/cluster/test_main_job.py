@@ -65,6 +65,7 @@ def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
     stream_and_survive(devcluster, script, wait_until)
 
 
+@pytest.mark.shows("64 virtual nodes run on two cores, without a GPU")
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.parametrize("network", [False, True])

@@ -19,6 +19,7 @@ from hetstream.hetjob.ports import Child
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
 
+@pytest.mark.shows("seamless migration: the new job goes on from the very next step")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_job_moves_to_another_node_without_a_step_lost(devcluster: Any) -> None:

@@ -99,6 +99,7 @@ def test_a_step_over_two_components_streams_by_mpi(devcluster: Devcluster, wait_
     assert f"mpi:{job_id}.0/1/" in said, "the address names the job's step and the rank"
 
 
+@pytest.mark.shows("over MPI every message is matched before anybody finalises, however the program ends")
 @pytest.mark.slurm
 @pytest.mark.mpi
 @pytest.mark.every_release

@@ -236,6 +236,7 @@ def submit(cluster: Cluster, request: pytest.FixtureRequest, wait_until: WaitUnt
         subprocess.run(["scancel", "--quiet", job.job_id, *job.companion_ids], env=cluster.env, check=False)
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_link_that_is_cut_for_good_costs_a_data_worker_and_nothing_else(
     cluster: Cluster, submit: Callable[..., Job], reference: list[str]
@@ -255,6 +256,7 @@ def test_a_link_that_is_cut_for_good_costs_a_data_worker_and_nothing_else(
         cluster.restore(node)
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_data_worker_whose_link_is_cut_is_replaced_on_another_node(
     cluster: Cluster, submit: Callable[..., Job], tmp_path: Path
@@ -284,6 +286,7 @@ def test_a_data_worker_whose_link_is_cut_is_replaced_on_another_node(
         cluster.restore(node)
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_killed_slurmd_takes_no_data_worker_with_it(
     cluster: Cluster, submit: Callable[..., Job], reference: list[str]
@@ -299,6 +302,7 @@ def test_a_killed_slurmd_takes_no_data_worker_with_it(
     job.finish(reference)
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_data_worker_that_comes_back_after_its_leases_expired_is_fenced(
     cluster: Cluster, submit: Callable[..., Job], reference: list[str]
@@ -319,6 +323,7 @@ def test_a_data_worker_that_comes_back_after_its_leases_expired_is_fenced(
     job.finish(reference)
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 @pytest.mark.parametrize("ends_meanwhile", [False, True])
 def test_a_cut_link_to_slurmctld_does_not_touch_the_job(
@@ -342,6 +347,7 @@ def test_a_cut_link_to_slurmctld_does_not_touch_the_job(
     job.finish(reference)
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_drained_node_gets_no_new_work_and_keeps_what_it_has(
     cluster: Cluster, submit: Callable[..., Job], reference: list[str]
@@ -368,6 +374,7 @@ def test_a_drained_node_gets_no_new_work_and_keeps_what_it_has(
         cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_job_whose_node_is_cut_off_ends_by_name_and_its_companions_end_too(
     cluster: Cluster, submit: Callable[..., Job]
@@ -394,6 +401,7 @@ def test_a_job_whose_node_is_cut_off_ends_by_name_and_its_companions_end_too(
     job.wait_until(lambda: cluster.state(trainer) == "idle", 90, "the node's return")
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_rank_that_is_cut_off_ends_the_job_by_name(cluster: Cluster, submit: Callable[..., Job]) -> None:
     job = submit("--data-workers=1", "--nodes=2", "--ntasks=2")
@@ -412,6 +420,7 @@ def test_a_rank_that_is_cut_off_ends_the_job_by_name(cluster: Cluster, submit: C
     job.wait_gone()
 
 
+@pytest.mark.shows("a cut link, a killed slurmd and a drained node: the ledger is exact, or the job ends by name")
 @pytest.mark.slow
 def test_a_cut_link_to_the_site_daemon_leaves_the_job_as_it_is(
     cluster: Cluster, submit: Callable[..., Job], reference: list[str], tmp_path: Path

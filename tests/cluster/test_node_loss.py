@@ -136,6 +136,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [(directory / f"result-{rank}").read_text() for rank in range(RANKS)]
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 def test_a_step_that_starts_again_on_a_spare_node_has_lost_nothing(
     cluster: Cluster, submit: Callable[..., Job], truth: list[str]
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_step_that_starts_again_on_a_spare_node_has_lost_nothing(
     job.ends_as(truth)
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 @pytest.mark.parametrize(
     ("lost", "sources"),
     [
@@ -166,6 +168,7 @@ def test_a_requeued_job_that_comes_back_to_the_node_that_is_left_has_lost_nothin
     job.ends_as(truth)
 
 
+@pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 def test_a_job_that_stays_without_its_script_goes_on_when_it_is_requeued(
     cluster: Cluster, submit: Callable[..., Job], truth: list[str]
 ) -> None:

@@ -112,6 +112,7 @@ def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) ->
     wait_until(lambda: not site.run("squeue", "-h"), END_S, "the end of all jobs")
 
 
+@pytest.mark.shows("the packer places, compares, takes away and places again; it may die at each point")
 def test_a_job_is_placed_compared_taken_away_and_placed_elsewhere(site: Site, wait_until: WaitUntil) -> None:
     job = site.submit("--comment=mine hetstream:gpu-memory=8G")
     wait_until(lambda: site.has("started", job), 60, "the start")
@@ -154,6 +155,7 @@ def test_a_job_that_root_releases_without_a_place_is_taken_back_and_placed(site:
     assert (directory / "began").read_text() == "0\n"
 
 
+@pytest.mark.shows("opportunistic jobs with a reservation are placed inside of it, others are not")
 def test_a_job_with_a_reservation_is_placed_there_and_no_other(site: Site, wait_until: WaitUntil) -> None:
     options = ("Nodes=gpu0", "Users=65534", "StartTime=now", "Duration=10")
     site.run("scontrol", "create", "reservation", "ReservationName=course", *options)
@@ -169,6 +171,7 @@ def test_a_job_with_a_reservation_is_placed_there_and_no_other(site: Site, wait_
     wait_until(lambda: site.has("started", outside), 60, "the start of the other one")
 
 
+@pytest.mark.shows("the packer places, compares, takes away and places again; it may die at each point")
 @pytest.mark.parametrize("point", ["packer.updated", "packer.released", "packer.requeued"])
 def test_a_packer_that_dies_leaves_nothing_that_the_next_one_does_not_repair(
     site: Site, tmp_path: Path, wait_until: WaitUntil, point: str

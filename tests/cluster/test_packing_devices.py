@@ -36,6 +36,7 @@ def boot_constrained(running_cluster: Any) -> Any:
     return boot
 
 
+@pytest.mark.shows("Slurm 22.05 with ConstrainDevices: `doctor` says what packing needs, and the packer does not begin")
 def test_slurm_22_05_gives_nobody_access_and_the_packer_says_so(boot_constrained: Any) -> None:
     with boot_constrained("host") as cluster:
         environ = {**cluster.env, "HETSTREAM_OPPORTUNISTIC_PARTITIONS": "opp"}
@@ -46,6 +47,7 @@ def test_slurm_22_05_gives_nobody_access_and_the_packer_says_so(boot_constrained
             )
 
 
+@pytest.mark.shows("jobs that share a GPU see the same one, and can open no other")
 @pytest.mark.slow
 def test_a_job_opens_the_gpu_that_it_shares_and_no_other(boot_constrained: Any, wait_until: WaitUntil) -> None:
     with boot_constrained("24.11") as cluster:

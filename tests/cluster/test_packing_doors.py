@@ -122,6 +122,8 @@ def cluster(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil)
     wait_until(lambda: not list(cluster.sharing.glob("*/[0-9]*")), 10, "the end of all that the Prolog wrote")
 
 
+@pytest.mark.shows("an opportunistic job is held where the policy says so, and its owner cannot release it")
+@pytest.mark.shows("texts of refusals reach the user, and name the rule and the way out")
 def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, release: str) -> None:
     refused = [
         ("sbatch", "-popp", "--gpus=1", "job.sh"),
@@ -278,6 +280,7 @@ WAYS_TO_GPUS = (
 )  # fmt: skip
 
 
+@pytest.mark.shows("no way to ask for GPUs goes round quotas or `cpus_per_gpu`")
 def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wait_until: WaitUntil) -> None:
     by_task = [("--tres-per-task=gres/gpu:1", "-n2"), ("--tres-per-task=cpu=1,gres/gpu=1", "-n1")]
     (cluster.directory / "by_line.sh").write_text("#!/bin/sh\n#SBATCH -n2 --ntasks-per-gpu=1\nsleep 60\n")
@@ -382,6 +385,7 @@ def test_what_one_node_suffices_for_is_counted(cluster: Cluster, release: str) -
                 cluster.cancel(cluster.submit("-pgpu", gpus, *words))
 
 
+@pytest.mark.shows("the packer holds what has GPUs of a quota partition without the guard's mark")
 def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, wait_until: WaitUntil) -> None:
     """The guard's policy names no partition with quotas, or it has a hole: what Slurm gave is what counts."""
     quotas = Quotas({"a": 1}, partitions=("gpu",))
@@ -581,6 +585,7 @@ def test_without_a_guard_nobody_stays_in_an_opportunistic_partition_but_by_the_p
         assert "JobState=RUNNING" in cluster.show(placed)
 
 
+@pytest.mark.shows("each call of the job_submit hook takes less than 50 ms, whatever stands in its fields")
 def test_no_text_of_a_user_holds_up_others_submissions(cluster: Cluster) -> None:
     """Both hooks read it inside slurmctld, which answers nobody meanwhile."""
     held = cluster.submit("-popp", "--hold")
@@ -605,6 +610,7 @@ MARKS = (
 POLICIES_WITHOUT_THE_PACKER = ("return {}", 'return { quota = { partitions = { "gpu" } } }', "return { quota = {{ }")
 
 
+@pytest.mark.shows("the packer's marks are refused in any word of a Comment, whatever the policy")
 def test_nobody_writes_the_packers_marks_whatever_the_policy(cluster: Cluster, wait_until: WaitUntil) -> None:
     for whole in ("", *POLICIES_WITHOUT_THE_PACKER):
         with policy_of(cluster, "timeout_s = 9", whole):
@@ -625,6 +631,7 @@ def test_nobody_writes_the_packers_marks_whatever_the_policy(cluster: Cluster, w
                 cluster.cancel(job)
 
 
+@pytest.mark.shows("the packer's marks are refused in any word of a Comment, whatever the policy")
 def test_a_mark_gives_no_gpu_outside_of_opportunistic_partitions(cluster: Cluster, wait_until: WaitUntil) -> None:
     """Root writes it here; a user could where no guard was in place."""
     job = cluster.submit("-pgpu", "--hold")
@@ -637,6 +644,8 @@ def test_a_mark_gives_no_gpu_outside_of_opportunistic_partitions(cluster: Cluste
         assert cluster.seen(job, where)["HETSTREAM_JOB_CLASS"] == ""
 
 
+@pytest.mark.shows("a GPU may have two slots, by a link to the device file")
+@pytest.mark.shows("opportunistic jobs have CUDA_VISIBLE_DEVICES by UUID; a job without a place sees no GPU")
 def test_two_jobs_on_one_gpu_see_it_and_nothing_stays_of_them(cluster: Cluster, wait_until: WaitUntil) -> None:
     guaranteed = cluster.submit("-pgpu", "--gpus=1")
     wait_until(lambda: cluster.runs(guaranteed), 30, "the guaranteed job")
@@ -703,6 +712,7 @@ def test_a_job_that_is_submitted_from_an_opportunistic_one_does_not_see_its_gpu(
     assert seen["child"] == seen["alone"] != "1"
 
 
+@pytest.mark.shows("opportunistic jobs have CUDA_VISIBLE_DEVICES by UUID; a job without a place sees no GPU")
 def test_a_job_without_a_place_sees_no_gpu(cluster: Cluster, wait_until: WaitUntil) -> None:
     job = cluster.submit("-popp")
     assert cluster.run("scontrol", "release", job).returncode == 0  # by hand, as root
@@ -713,6 +723,7 @@ def test_a_job_without_a_place_sees_no_gpu(cluster: Cluster, wait_until: WaitUnt
     assert cluster.grants() == {}
 
 
+@pytest.mark.shows("a regular job that needs an opportunistic job's CPUs has them at once")
 def test_a_guaranteed_job_that_needs_the_cpus_has_them_at_once(cluster: Cluster, wait_until: WaitUntil) -> None:
     job = cluster.submit("-popp", "--cpus-per-task=3")
     cluster.place(job, 0)
@@ -727,6 +738,7 @@ def test_a_guaranteed_job_that_needs_the_cpus_has_them_at_once(cluster: Cluster,
     assert cluster.grants() == {guaranteed: {"uid": 65534, "job_class": "guaranteed", "gpus": gpus}}
 
 
+@pytest.mark.shows("`opp`, `gpu top`, doctor, metrics and page show shared GPUs")
 def test_the_admin_guide_sets_up_this_cluster(cluster: Cluster) -> None:
     """Its lines are those that the cluster runs with, but for paths, nodes, and slots; its commands work."""
     guide = (ROOT / "docs" / "admin-gpus.md").read_text()
@@ -755,6 +767,7 @@ def test_the_admin_guide_sets_up_this_cluster(cluster: Cluster) -> None:
         assert done.returncode == 0, (line, done.stdout, done.stderr)
 
 
+@pytest.mark.shows("`opp`, `gpu top`, doctor, metrics and page show shared GPUs")
 def test_the_doctor_finds_nothing_amiss(cluster: Cluster) -> None:
     environ = {
         **cluster.record.environment(os.environ), "SLURMD_NODENAME": "gpu0",

@@ -64,6 +64,8 @@ def chain(site: Site, wait_until: WaitUntil) -> Iterator[Callable[..., str]]:
         )
 
 
+@pytest.mark.shows("an upgraded job is the same process, on real Slurm")
+@pytest.mark.shows("the packer places an opportunistic job beside a guaranteed one, and it goes on from its checkpoint")
 def test_a_whole_life(site: Site, chain: Callable[..., str], tmp_path: Path) -> None:
     """A guaranteed job without quota shares a GPU after a while, gives way, and is guaranteed where it runs at last.
 
@@ -146,6 +148,7 @@ def gives_way_no_more(site: Site, job: CheckpointJob) -> None:
     site.run("scancel", comes)
 
 
+@pytest.mark.shows("without a coordinator opportunistic jobs pause and guaranteed ones do not")
 @pytest.mark.slow
 def test_a_coordinator_that_dies_stops_the_opportunistic_job_alone(
     site: Site, job: CheckpointJob, tmp_path: Path
@@ -199,6 +202,7 @@ def test_a_slurmd_that_is_killed_takes_no_job_with_it(site: Site, job: Checkpoin
     site.check_guaranteed()
 
 
+@pytest.mark.shows("the packer places, compares, takes away and places again; it may die at each point")
 @pytest.mark.slow
 def test_a_job_that_the_packer_takes_away_keeps_its_state(site: Site, job: CheckpointJob, tmp_path: Path) -> None:
     """Its node reports that it does not keep to its orders."""
@@ -218,6 +222,7 @@ def test_a_job_that_the_packer_takes_away_keeps_its_state(site: Site, job: Check
     site.check_guaranteed()
 
 
+@pytest.mark.shows("agents, coordinator and nodes may be killed at each point, and the guaranteed job goes on as alone")
 @pytest.mark.slow
 def test_a_node_that_is_lost_with_all_that_runs_there_loses_no_state(
     site: Site, job: CheckpointJob, tmp_path: Path

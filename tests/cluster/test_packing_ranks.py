@@ -108,6 +108,8 @@ def site(
         wait_until(lambda: not list(left.glob("*/*/[0-9]*")), 10, "the end of all that the Prolog wrote")
 
 
+@pytest.mark.shows("a job with several GPUs of a node is placed, paused and upgraded as a whole")
+@pytest.mark.shows("the packer places an opportunistic job beside a guaranteed one, and it goes on from its checkpoint")
 def test_two_ranks_beside_a_guaranteed_job_are_one_job(site: TwoGpus, tmp_path: Path) -> None:
     site.start_guaranteed()  # on one of the two GPUs
     site.wait_until(lambda: site.is_told_of(site.guaranteed), 60, "the node's word")
@@ -152,6 +154,7 @@ def test_two_ranks_beside_two_guaranteed_ranks(site: TwoGpus, tmp_path: Path) ->
 
 
 # On one node it is less: there is no other one that could hear too early.
+@pytest.mark.shows("a job with several GPUs of a node is placed, paused and upgraded as a whole")
 @pytest.mark.parametrize(
     "shape",
     [pytest.param((1, 2), id="one node"), pytest.param((2, 1), id="two nodes")],

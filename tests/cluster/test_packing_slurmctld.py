@@ -65,6 +65,7 @@ def killed_at(site: Site, monkeypatch: pytest.MonkeyPatch, command: str, *, is_h
     return killed
 
 
+@pytest.mark.shows("slurmctld is killed while jobs are held, placed, running or requeued, and no job is lost")
 @pytest.mark.parametrize("point", ["held", "placed", "running", "evicted", "requeued"])
 def test_a_slurmctld_that_is_killed_loses_no_job(
     site: Site, job: CheckpointJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str

@@ -76,6 +76,7 @@ def steps_at(job: CheckpointJob) -> list[float]:
     return [float(line.split()[1]) for line in lines if line[0].isdigit() and len(line.split()) == 2]
 
 
+@pytest.mark.shows("a planned job does not starve an opportunistic one, and its planned start does not move")
 @pytest.mark.slow
 @pytest.mark.parametrize("cpus", [1, 3])
 def test_a_planned_start_starves_no_opportunistic_job_and_is_not_delayed_by_one(
@@ -124,6 +125,7 @@ def test_a_planned_start_starves_no_opportunistic_job_and_is_not_delayed_by_one(
     end(job)
 
 
+@pytest.mark.shows("an opportunistic job yields soon after a job was given its GPU, and goes on when that has ended")
 def test_an_opportunistic_job_yields_to_a_job_that_starts_and_hears_when_it_has_ended(
     site: Site, job: CheckpointJob
 ) -> None:

@@ -114,6 +114,7 @@ def start(proctrack_cluster: Any) -> Iterator[Callable[..., Job]]:
         yield make
 
 
+@pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "task", [task if task in IN_SHORT else pytest.param(task, marks=pytest.mark.slow) for task in TASKS]

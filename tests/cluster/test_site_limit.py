@@ -17,6 +17,7 @@ from hetstream.hetjob.site.messages import AskStatus, JobStatus, ShowStatus
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 def test_a_starving_job_grows_as_far_as_its_share(
     devcluster: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:

@@ -55,6 +55,7 @@ def devices(job: ElasticJob) -> list[str]:
     return [one["device"] for one in job.status()["data_workers"]]
 
 
+@pytest.mark.shows("two stages of data workers make what one process makes; each has its controller")
 @pytest.mark.timeout(400)
 def test_each_stage_grows_by_its_own_controller_and_each_gpu_has_one_data_worker(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil

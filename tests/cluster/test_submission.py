@@ -93,6 +93,7 @@ def paste(devcluster: Any, directory: Path, done: subprocess.CompletedProcess[st
     return str(pasted.stdout.split()[-1])
 
 
+@pytest.mark.shows("what a dry run of `sbatch` or `migrate` prints works when pasted")
 def test_what_dry_runs_print_works_when_pasted(devcluster: Any, wait_until: Callable[..., None]) -> None:
     directory = devcluster.out_dir / "pasted"
     script = f"#!/bin/bash\n{DIRECTIVE}sleep 600\n"

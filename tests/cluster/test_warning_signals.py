@@ -75,6 +75,7 @@ def check_end_in_order(job: Job, wait_until: Callable[..., None]) -> None:
     assert not (job.jobs / "spec.json").exists()
 
 
+@pytest.mark.shows("`--signal` ends neither the job master nor its data workers before the job's end")
 def test_what_warns_the_training_ends_nothing_that_serves_it(
     proctrack_cluster: Any, wait_until: Callable[..., None]
 ) -> None:
@@ -110,6 +111,7 @@ def check_warned(cluster: Any, wait_until: Callable[..., None]) -> None:
     check_end_in_order(job, wait_until)
 
 
+@pytest.mark.shows("`--signal` ends neither the job master nor its data workers before the job's end")
 @pytest.mark.slow
 @pytest.mark.every_release
 @pytest.mark.parametrize("asked", ["USR1@60", "TERM@60"])

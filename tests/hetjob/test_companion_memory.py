@@ -139,6 +139,8 @@ def leaking(
     wait_until(lambda: not companions.listed(), what="the end of the companions")
 
 
+@pytest.mark.shows("a companion that will run out of memory is replaced by one with more before")
+@pytest.mark.shows("before memory runs out, a companion is replaced, and a trainer warned or migrated")
 def test_the_job_master_drains_it_and_submits_one_with_more_memory(
     leaking: tuple[Elastic, FakeSlurm, Leaking], wait_until: WaitUntil
 ) -> None:

@@ -502,6 +502,7 @@ def test_all_limits_are_conversion_errors() -> None:
 CHECKPOINT = JobSpec(checkpoint="ckpt", checkpoint_size="8G")
 
 
+@pytest.mark.shows("the memory of slots and replicas counts into the job's request")
 @pytest.mark.parametrize(
     ("sbatch", "kept"),
     [
@@ -528,6 +529,7 @@ def test_the_memory_of_checkpoints_counts(sbatch: str, kept: str) -> None:
     assert plan.writer_options == ("--checkpoint=ckpt",)
 
 
+@pytest.mark.shows("the memory of slots and replicas counts into the job's request")
 def test_the_memory_of_replicas_counts_too() -> None:
     plan = plan_of("--mem=64G -N2 --ntasks-per-node=2", spec=dataclasses.replace(CHECKPOINT, checkpoint_replicas=1))
     assert plan.components[0].options == ("--mem=144G", "--requeue")
@@ -610,6 +612,7 @@ def test_what_of_the_forward_may_move_is_told_to_the_job_master(count: tuple[int
     assert not any("--offload" in word for word in plan_of("--gres=gpu:1").master_options or ())
 
 
+@pytest.mark.shows("`--dependency=singleton`: of two jobs with one name the second starts when the first has ended")
 @pytest.mark.parametrize(
     ("dependency", "of_data_workers"),
     [
@@ -651,6 +654,7 @@ def test_a_signal_before_the_end_is_not_for_data_workers(signal: str, of_data_wo
     assert [word for word in plan.components[1].options if "signal" in word] == of_data_workers
 
 
+@pytest.mark.shows("`#PBS` lines, `SBATCH_MEM_PER_CPU` beside `--mem`, `--reboot`: the trainer is the plain job")
 def test_lines_of_another_batch_system_are_the_trainers_alone() -> None:
     script = "#!/bin/bash\n#SBATCH --gpus=1 -c 8\n#PBS -l nodes=1:ppn=8,mem=4gb\n"
     plan = convert(SPEC, script, "train.sbatch")

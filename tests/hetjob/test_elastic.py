@@ -190,6 +190,7 @@ def test_each_companion_is_a_job_of_its_own_with_a_key(world: World, wait_until:
     assert [(one["action"], one["count"], one["data_workers_before"]) for one in decisions] == [("grow", 2, 0)]
 
 
+@pytest.mark.shows("shrinking cancels companions, each by its own job id; no component of the job is touched")
 def test_drained_companions_leave_and_cancelled_ones_are_cancelled_by_their_own_id(
     world: World, wait_until: WaitUntil
 ) -> None:
@@ -202,6 +203,7 @@ def test_drained_companions_leave_and_cancelled_ones_are_cancelled_by_their_own_
     assert script.seen[-1].companions[0].rate_per_s == 4.0
 
 
+@pytest.mark.shows("preferred nodes are wishes of the job that submits (`--nodelist`), and Slurm decides")
 def test_a_preferred_node_is_a_wish_and_slurm_has_the_last_word(world: World, wait_until: WaitUntil) -> None:
     class Site(NoLimit):
         def preferred_nodes(self) -> tuple[str, ...]:
@@ -406,6 +408,7 @@ def test_slurm_is_asked_seldom_about_companions_that_wait_for_long(world: World,
     assert asked_in_20_turns() == 1
 
 
+@pytest.mark.shows("where a site daemon answers, its reading of a job's companions stands for `squeue`")
 def test_slurm_is_not_asked_where_the_site_daemon_has_read_since(world: World, wait_until: WaitUntil) -> None:
     class Site(NoLimit):
         reading: SiteReading | None = None

@@ -155,6 +155,7 @@ def test_data_workers_that_do_not_pay_go_and_are_not_tried_again_soon() -> None:
     assert "as many as with local loading" in history.changes[-1][1].reason
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 def test_a_controller_that_was_killed_still_knows_what_local_loading_costs() -> None:
     def gains_nothing() -> Job:
         return Job(receive_s=0.1, make_s=0.02)
@@ -168,6 +169,7 @@ def test_a_controller_that_was_killed_still_knows_what_local_loading_costs() -> 
     assert len(run(gains_nothing(), Limits(0, 16), 200, killed_at=60.0, forgets=True).changes) == 4
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 def test_a_controller_that_was_killed_goes_on_with_the_size_that_it_had_found() -> None:
     for killed_at in range(5, 60, 5):
         history = run(Job(), Limits(0, 8, 1, 4), 200, killed_at=float(killed_at))
@@ -186,6 +188,7 @@ def test_a_controller_that_begins_long_after_the_host_did_counts_idleness_from_i
     assert idle.reason == "no loader has read for 300 s"
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 def test_what_the_trainer_uses_is_its_peak_of_the_last_minute() -> None:
     controller, companion = Controller(Limits(0, 4)), Companion("7", 1, WORKING, 0.0, 10)
     uses = {range(0, 20): 7.9, range(20, 100): 1.1, range(100, 101): 2.3, range(101, 155): 0.5}
@@ -236,6 +239,7 @@ def test_load_that_goes_gives_the_cpus_back() -> None:
     assert history.changes[-1][1].reason == "the trainer waits 0% of the time, 3 data workers are enough"
 
 
+@pytest.mark.shows("what comes and goes is companions, which can be cancelled while they are pending")
 def test_companions_that_wait_in_the_queue_are_not_added_to_and_are_taken_back() -> None:
     history = run(Job(room=2, step_s=lambda now: 0.02 if now < 150 else 0.2), Limits(0, 16), 120)
     assert len(history.changes) == 2
@@ -327,6 +331,7 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
 loads = st.lists(st.tuples(st.integers(3, 60), st.sampled_from([0.005, 0.01, 0.03, 0.1, 0.4])), min_size=1, max_size=6)
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @settings(max_examples=60, deadline=None)
 @given(
     load=loads,
@@ -364,6 +369,7 @@ def test_any_load_stays_within_the_limits_and_changes_once_a_cooldown(
     assert all(later - earlier >= cooldown_s for earlier, later in pairwise(times))
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @settings(max_examples=40, deadline=None)
 @given(
     step_s=st.floats(0.005, 0.4), make_s=st.floats(0.01, 0.4), local_s=st.floats(0.001, 0.4),
@@ -378,6 +384,7 @@ def test_a_steady_load_converges(
     assert late == []
 
 
+@pytest.mark.shows("the elastic controller finds a job's number of data workers, one change a cooldown")
 @settings(max_examples=60, deadline=None)
 @given(half_s=st.integers(2, 12), slow_s=st.floats(0.05, 0.4), make_s=st.floats(0.02, 0.2))
 def test_a_load_that_alternates_faster_than_it_calms_down_keeps_what_it_needs(

@@ -98,6 +98,8 @@ class Job:
             self.second()
 
 
+@pytest.mark.shows("a feature graph is cut anew while it is read, and no byte changes")
+@pytest.mark.shows("what exceeds the GPU's leftover goes to data workers, and is decided anew while it runs")
 def test_data_workers_come_for_what_the_gpu_exposes_and_the_cut_moves_to_them_and_back_when_they_are_gone() -> None:
     job = Job(room=16)
     exposed_s = job.seen().step_s - job.step_s

@@ -146,6 +146,7 @@ def test_what_names_programs_is_read_only_where_nobody_else_has_a_hand_in_it(com
     run_as(VICTIM, read)
 
 
+@pytest.mark.shows("every directory on the way to a job's directory is safe, or the home directory takes its place")
 @needs_root
 def test_a_controllers_state_that_a_stranger_planted_is_neither_read_nor_kept_there(common_place: Path) -> None:
     work = made(common_place / "work", VICTIM, 0o755)

@@ -77,6 +77,7 @@ def with_and_without(job: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> 
         return with_model, history()
 
 
+@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
 def test_a_job_whose_data_workers_share_a_link_is_fed_in_fewer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link takes 7 of the 10 ms that a step takes the trainer."""
     now, before = with_and_without({"step_s": 0.010, "make_s": 0.05, "shared_s": 0.007}, monkeypatch)
@@ -89,6 +90,7 @@ def test_a_job_whose_data_workers_share_a_link_is_fed_in_fewer_changes(monkeypat
     assert "ms that data workers share" in now.changes[-1][1].reason
 
 
+@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
 @settings(max_examples=30, deadline=None)
 @given(share=st.floats(0.0, 1.5), make_s=st.floats(0.02, 0.3))
 def test_it_takes_no_more_changes_and_at_most_one_more_data_worker(share: float, make_s: float) -> None:

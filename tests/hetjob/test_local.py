@@ -104,6 +104,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pyt
     assert said == f"hetstream dispatcher: NotADirectoryError: {path}: Not a directory. Check: namei -l {path}\n"
 
 
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -208,6 +209,7 @@ def test_signals_reach_the_program(running: Run, name: str, wait_until: WaitUnti
     wait_until(lambda: not any(map(is_alive, family)), what="the end of every process")
 
 
+@pytest.mark.shows("after SIGKILL no process, port, socket name or shared memory is left")
 def test_nothing_outlives_a_killed_runner(running: Run, wait_until: WaitUntil) -> None:
     family = running.descendants()
     assert len(family) >= 3
@@ -215,6 +217,7 @@ def test_nothing_outlives_a_killed_runner(running: Run, wait_until: WaitUntil) -
     wait_until(lambda: not any(map(is_alive, family)), timeout_s=30, what="the end of every process")
 
 
+@pytest.mark.shows("without a cluster the loader makes the same bytes in process")
 @pytest.mark.slow
 def test_a_real_program_streams(tmp_path: Path) -> None:
     program = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"

@@ -127,6 +127,7 @@ def test_a_killed_master_is_started_again_and_finds_its_dispatchers_directory(jo
     assert "the job master ended with -9: starting it again" in (job.directory / "master.log").read_text()
 
 
+@pytest.mark.shows("after SIGKILL no process, port, socket name or shared memory is left")
 def test_nothing_outlives_a_killed_keeper(job: Job, wait_until: WaitUntil) -> None:
     job.start(2)
     wait_until(lambda: len(job.started("worker")) == 2, what="two data workers")

@@ -27,6 +27,7 @@ def companion(name: str, rate: float, cpus: int = 4, state: CompanionState = WOR
     return Companion(name, cpus, state, 0.0, rate)
 
 
+@pytest.mark.shows("a job that waited much never lowers the next range; data workers that never came do not count")
 def test_only_data_workers_that_work_count() -> None:
     waits = WaitsByDataWorkers()
     queued = [companion(str(number), 0.0, state=CompanionState.PENDING) for number in range(3)]

@@ -30,6 +30,8 @@ def watch(
     return None
 
 
+@pytest.mark.shows("a companion that will run out of memory is replaced by one with more before")
+@pytest.mark.shows("before memory runs out, a companion is replaced, and a trainer warned or migrated")
 def test_a_gib_a_minute_below_16_is_said_five_minutes_before() -> None:
     found = watch(lambda now: 1 * GIB + now / 60 * GIB, 16 * GIB, 900, noise=0.05 * GIB)
     assert found is not None

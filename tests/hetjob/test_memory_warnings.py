@@ -75,6 +75,7 @@ def until_warned(watch: MemoryWatch, now: list[float]) -> None:
         watch.look_at_trainer(None, now[0])
 
 
+@pytest.mark.shows("before memory runs out, a companion is replaced, and a trainer warned or migrated")
 def test_a_trainer_moves_once_and_outside_of_its_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     now, commands = [0.0], Commands()

@@ -73,6 +73,7 @@ def all_arguments(line: bytes, blank_can_be_escaped: bool) -> list[bytes] | None
         return None
 
 
+@pytest.mark.shows("a trailing backslash, vertical tabs and empty words are read as sbatch reads them")
 @given(
     st.lists(
         st.sampled_from([*"ab-=:#'\"\\ \t\v\f\r", "hetjob", "PACKJOB ", "--gres=gpu:1", " -c 8", "ü", "\u00a0"]),
@@ -95,6 +96,7 @@ def options_of(script: str) -> list[tuple[str, str | None, str]]:
     return [(item.name, item.value, item.origin) for item in script_options(f"#!/bin/bash\n{script}\nhostname\n", "x")]
 
 
+@pytest.mark.shows("a trailing backslash, vertical tabs and empty words are read as sbatch reads them")
 @pytest.mark.parametrize(
     ("script", "expected"),
     [

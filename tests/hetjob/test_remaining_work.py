@@ -24,6 +24,7 @@ def loader(rank: int = 0, num_steps: int = 100, training: TrainingProgress | Non
     )
 
 
+@pytest.mark.shows("a report to the daemon carries measured speeds, a grant a number, nodes and the reason")
 def test_sources_come_in_their_order_each_with_its_own_uncertainty() -> None:
     told = TrainingProgress(30, 400)
     ranks = [loader(0, training=told), loader(1, training=told)]

@@ -266,6 +266,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 def test_a_link_keeps_the_newest_limit_and_forgets_it_when_nobody_answers(
     daemon: Answers, wait_until: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -312,6 +313,7 @@ def test_a_link_gives_the_companions_of_one_start_and_when_they_were_read(
     link.close()
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 def test_a_link_finds_a_daemon_that_comes_later(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -334,6 +336,7 @@ MEASURED = Measured(
 )  # fmt: skip
 
 
+@pytest.mark.shows("a report to the daemon carries measured speeds, a grant a number, nodes and the reason")
 def test_version_2_round_trips_and_version_1_carries_nothing_of_it() -> None:
     report = ReportDemand(8123, *REPORT, MEASURED)
     data = encode_request(new_request(report, 17))
@@ -358,6 +361,7 @@ def test_version_2_round_trips_and_version_1_carries_nothing_of_it() -> None:
     assert decode_answer(encode_answer(told, "ab" * 32), "ab" * 32) == told
 
 
+@pytest.mark.shows("a daemon of protocol 1 works with jobs of 2, and the other way round")
 def test_a_job_of_version_2_tells_a_daemon_of_version_1_what_it_understands_and_says_so_once(
     daemon: Answers, wait_until: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,6 +40,7 @@ FOUR = "-N1 -n1 -c 16 --gres=gpu:4"  # keeps 8
 RANKS = "-N2 --ntasks-per-node=2 -c 8 --gpus-per-node=2"  # keeps 2 for each rank
 
 
+@pytest.mark.shows("the trainer keeps the CPUs that any step of its script asks for")
 @pytest.mark.parametrize(
     ("options", "body", "cpus"),
     [
@@ -135,6 +136,7 @@ def test_the_trainer_keeps_what_a_step_needs(options: str, body: str, cpus: int)
     assert cpus_of(plan) == cpus, plan.changes[0]
 
 
+@pytest.mark.shows("the trainer keeps the CPUs that any step of its script asks for")
 @pytest.mark.parametrize(
     ("options", "body", "why"),
     [
@@ -434,6 +436,7 @@ def test_a_variable_that_slurm_may_not_set_has_its_default(options: str, body: s
     assert cpus_of(plan_of(options, body)) == cpus
 
 
+@pytest.mark.shows("the trainer keeps the CPUs that any step of its script asks for")
 @pytest.mark.parametrize(
     ("body", "files", "cpus"),
     [

@@ -77,6 +77,7 @@ def test_with_more_ranks_the_one_that_waits_longest_counts_and_nothing_is_known_
     assert "2 ranks" in found["T_sync"].reason
 
 
+@pytest.mark.shows("the parts of a step that a running job can tell are timed now and then")
 def test_a_timed_optimizer_tells_the_update_from_the_gradients() -> None:
     found = after(*([updating(num)] for num in range(10)))
     update, gradient = found["T_upd"], found["T_grad"]
@@ -96,6 +97,7 @@ def test_a_timed_optimizer_tells_the_update_from_the_gradients() -> None:
     assert found["T_grad"].seconds is found["T_sync"].seconds is None
 
 
+@pytest.mark.shows("the parts of a step that a running job can tell are timed now and then")
 def test_timed_lookups_of_embeddings_are_a_term_and_there_is_none_without_embeddings() -> None:
     assert not any("T_emb" in name for name in after(*([updating(num)] for num in range(10))))
     found = after(*([looking_up(num)] for num in range(10)))
@@ -162,6 +164,7 @@ def test_another_phase_and_other_ranks_begin_anew() -> None:
     assert found["T_grad + T_upd + T_sync"].reason == "1 of 8 readings"
 
 
+@pytest.mark.shows("the parts of a step that a running job can tell are timed now and then")
 def test_what_loading_takes_has_an_uncertainty_or_says_what_is_missing() -> None:
     points = LoadingPoints()
     assert points.term(4).seconds is None

@@ -63,6 +63,7 @@ PLACES = [IN_SERVICE, IN_PROCESSES]
 # --- the same everywhere --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("a stage on the batch is the same everywhere, and is switched between two steps")
 @pytest.mark.parametrize("read", READ)
 def test_the_stage_makes_the_same_of_each_batch_wherever_it_runs(three: Any, loaders: Make, read: str) -> None:
     dataset, options = READ[read]
@@ -160,6 +161,7 @@ def test_a_step_whose_stage_raises_is_left_out_if_errors_are_skipped(three: Any,
     assert [skipped.sample_index for skipped in loader.skipped_samples] == [-1]
 
 
+@pytest.mark.shows("closures that cannot be pickled stay in the trainer")
 @pytest.mark.parametrize(
     ("stage", "text"),
     [
@@ -208,6 +210,7 @@ def pieced(loaders: Make, read: str, at: dict[int, Any]) -> list[Any]:
     return want
 
 
+@pytest.mark.shows("a stage on the batch is the same everywhere, and is switched between two steps")
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("steps", [(0, 1, 2), (5, 6, 12), pytest.param((3, 13), marks=pytest.mark.slow)])
 def test_another_stage_begins_at_its_step_and_no_batch_is_lost_or_comes_twice(
@@ -242,6 +245,7 @@ def test_batches_that_may_come_in_any_order_come_once_through_a_change(three: An
     assert not any(batch[0].any() for batch in rest)
 
 
+@pytest.mark.shows("a stage on the batch is the same everywhere, and is switched between two steps")
 def test_a_change_while_data_workers_die_loses_nothing(service: Any, loaders: Make, tmp_path: Path) -> None:
     service.start_workers(2)
     loader = loaders(datasets.Augmented(80), service=service.name, max_attempts=10, shuffle=True)
@@ -289,6 +293,7 @@ def test_a_stage_does_not_change_where_shared_memory_would_become_a_copy(three: 
 # --- resume and sharing ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("a stage on the batch is the same everywhere, and is switched between two steps")
 @pytest.mark.parametrize("read", ["indexed", "sampler", "stream"])
 def test_a_state_from_before_the_change_is_continued_with_either_stage(three: Any, loaders: Make, read: str) -> None:
     dataset, options = READ[read]
@@ -308,6 +313,7 @@ def test_a_state_from_before_the_change_is_continued_with_either_stage(three: An
         assert as_bytes(other) == want[step:]
 
 
+@pytest.mark.shows("a stage on the batch is the same everywhere, and is switched between two steps")
 @pytest.mark.parametrize("name", [None, "numbers"])
 def test_loaders_share_as_long_as_they_have_the_same_stage(
     three: Any, loaders: Make, tmp_path: Path, name: str | None

@@ -25,6 +25,7 @@ def skewed(num_samples: int, seed: int = 0) -> LengthBuckets:
     return LengthBuckets(np.random.default_rng(seed).lognormal(3, 0.7, num_samples).astype(int), BOUNDARIES)
 
 
+@pytest.mark.shows("each round of like length is a function of (lengths, seed, epoch, step)")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_each_sample_once_and_every_rank_alike(world_size: int, shuffle: bool) -> None:
@@ -38,6 +39,7 @@ def test_each_sample_once_and_every_rank_alike(world_size: int, shuffle: bool) -
         assert all(1 <= len(one) <= plan.batch_size for ranks in batches for one in ranks)
 
 
+@pytest.mark.shows("a step has one bucket of lengths; what fills no round is mixed at the end")
 def test_a_round_is_of_one_bucket_but_for_the_remainders_at_the_end() -> None:
     buckets = skewed(1000)
     plan = BucketPlan(buckets, 4, 3, False, True, 1, 0)

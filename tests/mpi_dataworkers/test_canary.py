@@ -26,6 +26,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 UNRAISABLE = re.compile(r"Exception ignored in: .*__del__ .*\n(?:.+\n)*?.*can only test a child process\n")
 
 
+@pytest.mark.shows("the first steps of an unmodified program are compared with torch's; a difference keeps it local")
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
@@ -205,6 +206,7 @@ def test_a_loader_whose_steps_cannot_be_compared_is_the_programs_own(
     assert said in lines[0]
 
 
+@pytest.mark.shows("`verify=` compares steps of hetstream's own loader, and raises")
 def test_verify_of_our_own_loader_names_what_differs(three: Any) -> None:
     with OwnLoader(Forgetful(), batch_size=4, service=three.name, verify=True) as loader:
         steps = iter(loader)
@@ -215,6 +217,7 @@ def test_verify_of_our_own_loader_names_what_differs(three: Any) -> None:
         assert loader.stats()["differing_steps"] == 1
 
 
+@pytest.mark.shows("the first steps of an unmodified program are compared with torch's; a difference keeps it local")
 @pytest.mark.parametrize(
     ("dataset", "said", "num_compared"),
     [
@@ -238,6 +241,7 @@ def as_they_are(samples: list[Any]) -> Any:
     return samples if isinstance(samples[0], int) else {"at": [sample["at"] for sample in samples]}
 
 
+@pytest.mark.shows("`verify=` compares steps of hetstream's own loader, and raises")
 def test_verify_compares_some_steps_of_the_first_pass_and_up_to_two_of_each_later_one(three: Any) -> None:
     with OwnLoader(Sound(), batch_size=2, service=three.name, verify=True, shuffle=True) as loader:
         for pass_number in range(4):

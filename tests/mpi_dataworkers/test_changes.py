@@ -203,6 +203,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COUNTED", "0")
 
 
+@pytest.mark.shows("a loader whose samples change what makes them is local, or refused, from its first step")
 @pytest.mark.parametrize(("make", "held"), CHANGES)
 def test_what_goes_on_from_sample_to_sample_is_a_change(make: Any, held: Any) -> None:
     dataset = Held(make, held)
@@ -237,6 +238,7 @@ class Counting(Dataset[Any]):
         return 100 * index + self.count
 
 
+@pytest.mark.shows("a loader whose samples change what makes them is local, or refused, from its first step")
 def test_our_own_loader_refuses_a_dataset_that_its_samples_change(three: Any) -> None:
     said = r"samples of Counting change what makes them \(dataset\.count: \d+, then \d+\)"
     with DataLoader(Counting(), batch_size=2, service=three.name) as loader, pytest.raises(PipelineError, match=said):

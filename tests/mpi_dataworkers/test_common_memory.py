@@ -127,6 +127,7 @@ class Shared(torch.utils.data.Dataset[list[torch.Tensor]]):
         return many(index + 3)
 
 
+@pytest.mark.shows("batches arrive as from torch's own worker process: types, strides, sharing, gradients")
 def test_it_is_so_behind_torch_s_worker_processes_and_behind_data_workers(three: Any) -> None:
     of_torch = torch.utils.data.DataLoader(Shared(), batch_size=None, num_workers=1)
     wanted = [everything_changed(batch) for batch in of_torch]
@@ -150,6 +151,7 @@ def test_what_only_looks_common_stays_apart() -> None:
     assert torch.equal(torch.stack(travel([conjugate, conjugate.conj()])), torch.stack([conjugate, conjugate.conj()]))
 
 
+@pytest.mark.shows("batches arrive as from torch's own worker process: types, strides, sharing, gradients")
 def test_a_leaf_s_gradient_is_asked_for_and_a_view_of_it_is_torch_s_error() -> None:
     weights = torch.ones(5, requires_grad=True)
     first, other, second = travel([weights, torch.ones(5), weights])

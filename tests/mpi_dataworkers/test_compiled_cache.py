@@ -114,6 +114,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.shows("what torch and Triton compile is loaded only from where nobody else has a hand in it")
 @needs_root
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("variable", [INDUCTOR, TRITON])
@@ -161,6 +162,7 @@ def test_where_compilers_files_can_be_swapped_nothing_is_compiled(
         triton_launch()
 
 
+@pytest.mark.shows("what torch and Triton compile is loaded only from where nobody else has a hand in it")
 @needs_root
 @pytest.mark.slow
 @needs("g++")

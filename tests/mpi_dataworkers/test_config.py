@@ -17,6 +17,7 @@ from hetstream.mpi_dataworkers.transports.registry import DEFAULT_NAMES
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
 
 
+@pytest.mark.shows("rank and world size come from torch, torchrun or Slurm; explicit ones win")
 def test_rank_comes_from_torch_then_torchrun_then_slurm() -> None:
     torchrun = {"RANK": "2", "WORLD_SIZE": "3"}
     assert identity_from_environment((5, 6), None, STEP | torchrun).rank == 5
@@ -71,6 +72,7 @@ def test_transports() -> None:
         transports_from_environment({"HETSTREAM_TRANSPORT": "tcp,rdma,"})
 
 
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
 def test_compression() -> None:
     assert not compression_from_environment({})
     assert not compression_from_environment({"HETSTREAM_COMPRESSION": "none"})

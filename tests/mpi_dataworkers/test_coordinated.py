@@ -54,6 +54,8 @@ def assert_rounds(loaders: list[DataLoader], at_round: Callable[[int], None] = l
     return rounds
 
 
+@pytest.mark.shows("a step has one bucket of lengths; what fills no round is mixed at the end")
+@pytest.mark.shows("each round of like length is a function of (lengths, seed, epoch, step)")
 @pytest.mark.parametrize(("processes", "world_size"), [(1, 1), (3, 2), (1, 5), (3, 5)])
 def test_all_ranks_of_a_step_read_one_bucket(service: Any, ranks: Any, processes: int, world_size: int) -> None:
     service.start_workers(processes)
@@ -66,6 +68,8 @@ def test_all_ranks_of_a_step_read_one_bucket(service: Any, ranks: Any, processes
     assert 0 <= stats["step_spread"] < 0.5
 
 
+@pytest.mark.shows("rounds of like length do not mix when the dispatcher restarts")
+@pytest.mark.shows("rounds of like length never mix when data workers come, go or are killed")
 def test_rounds_never_mix_when_data_workers_and_the_dispatcher_come_and_go(
     service: Any, ranks: Any, wait_until: Any
 ) -> None:
@@ -91,6 +95,7 @@ def test_rounds_never_mix_when_data_workers_and_the_dispatcher_come_and_go(
     ]
 
 
+@pytest.mark.shows("finite data read by length ends at one step for all ranks; too few elements are an error")
 def test_finite_data_ends_at_one_step_for_all_ranks_and_nothing_is_lost(service: Any, ranks: Any) -> None:
     service.start_workers(2)
     loaders = ranks(5, drop_last=False)
@@ -99,6 +104,7 @@ def test_finite_data_ends_at_one_step_for_all_ranks_and_nothing_is_lost(service:
     assert len({loader.stats()["steps"] for loader in loaders}) == 1
 
 
+@pytest.mark.shows("a restarted rank rejoins at its round")
 def test_a_restarted_rank_rejoins_at_its_round(service: Any, ranks: Any) -> None:
     service.start_workers(2)
     first, second = (iter(loader) for loader in ranks(2))
@@ -116,6 +122,7 @@ def test_in_process_the_order_is_the_same(service: Any, ranks: Any) -> None:
     assert assert_rounds(streamed) == assert_rounds(local)
 
 
+@pytest.mark.shows("`lengths` needs `bucket_boundaries`, and `rank` needs `world_size`")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

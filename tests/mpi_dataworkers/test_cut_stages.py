@@ -18,6 +18,7 @@ PROGRAM = Path(__file__).with_name("programs") / "cut_stages.py"
 LONGEST_WAIT_S = 20.0
 
 
+@pytest.mark.shows("data workers of either stage may be killed at each point of the protocol")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @needs("tc")

@@ -152,6 +152,7 @@ def test_at_most_once_of_indices_gives_up_the_lease_only_and_nothing_when_a_work
     assert sorted(state.tables.sessions["p"].requeued) == sorted(left)
 
 
+@pytest.mark.shows("each element comes once under random schedules of faults")
 @pytest.mark.parametrize("seed", range(30))
 def test_shards_are_exact_under_a_random_schedule(seed: int) -> None:
     """Workers with readers of their own, a loader with buffers; joins, losses, ends, in any order."""

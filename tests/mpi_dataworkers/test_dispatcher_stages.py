@@ -76,6 +76,7 @@ def feed(state: DispatcherState, worker: str, now: float = 1.0) -> list[Instruct
     return out + state.handle(f"loader of {worker}", opened(f"before-{worker}", lease.first, lease.stop), now)
 
 
+@pytest.mark.shows("two stages of data workers make what one process makes; each has its controller")
 def test_the_last_stage_is_leased_first_and_its_holder_asks_for_the_same_steps_before(state: DispatcherState) -> None:
     out = state.handle("trainer", opened("last", 0, 100), 0.0)
     assert {peer for peer, _ in sent(out, GrantLease)} == {"g0", "g1"}, "those with a GPU, and nobody else"
@@ -111,6 +112,7 @@ def test_nobody_is_asked_for_a_process_with_another_device(state: DispatcherStat
     assert not sent(out, RenewWorker)
 
 
+@pytest.mark.shows("two stages of data workers make what one process makes; each has its controller")
 @pytest.mark.parametrize("how", ["gone", "left", "replaced", "silent"])
 def test_losing_a_holder_takes_both_of_its_leases(state: DispatcherState, how: str) -> None:
     state.handle("trainer", opened("last", 0, 100), 0.0)

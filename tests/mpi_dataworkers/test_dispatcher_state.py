@@ -124,6 +124,7 @@ def test_a_lease_is_settled_when_the_loader_has_its_steps_not_when_they_were_sen
     assert not state.tables.leases
 
 
+@pytest.mark.shows("work of a dead data worker times out, and the order stays")
 def test_steps_that_were_sent_and_never_came_are_leased_again_with_a_new_token() -> None:
     state = ready_state(steps=1, workers=2)
     (lease,) = state.tables.leases.values()
@@ -172,6 +173,7 @@ def test_a_worker_whose_sample_holds_the_gil_is_not_lost_before_the_sample_hangs
     assert "w0" not in state.tables.workers, "its supervisor would have replaced it"
 
 
+@pytest.mark.shows("what a lost data worker had not delivered is leased anew; what had arrived is not made again")
 @pytest.mark.parametrize("how", ["gone", "silent", "left", "replaced", "failed"])
 def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
     state = ready_state(steps=2, workers=2)
@@ -274,6 +276,7 @@ def test_a_pickled_pipeline_that_was_lost_is_asked_for_once_for_each_data_worker
     assert state.handle("w0", FetchPipeline("d"), 0.0) == [Send("w0", provided)]
 
 
+@pytest.mark.shows("one name with another policy or pipeline is refused, and the difference is named")
 def test_one_job_name_with_two_pipelines_is_refused_and_names_the_difference() -> None:
     state = DispatcherState(1, 0.0)
     state.handle(LOADER, loader(0), 0.0)
@@ -511,6 +514,7 @@ def test_two_passes_share_the_workers_by_need() -> None:
     assert grants == ["t"]
 
 
+@pytest.mark.shows("each element comes once under random schedules of faults")
 @pytest.mark.parametrize("seed", range(200))
 def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
     """Workers join, die, drain, stop, go on and steal, messages and batches get lost, the dispatcher restarts."""
@@ -673,6 +677,7 @@ def test_a_loader_that_was_held_up_does_not_blame_the_connections() -> None:
     assert state.tables.workers["w0"].unreachable == {}
 
 
+@pytest.mark.shows("a loader that is silent for 15 s is removed, and told so when it comes back")
 def test_a_silent_loader_is_collected_and_told_and_one_that_does_not_read_yet_is_not() -> None:
     state = ready_state()
     state.handle("idle", loader(1), 0.0)
@@ -689,6 +694,7 @@ def test_a_silent_loader_is_collected_and_told_and_one_that_does_not_read_yet_is
     state.validate()
 
 
+@pytest.mark.shows("an abandoned iterator frees its leases; one job may come and go three times")
 def test_one_job_may_come_and_go_three_times() -> None:
     state = ready_state(steps=4)
     state.handle(LOADER, LeaveLoader(STATS), 1.0)

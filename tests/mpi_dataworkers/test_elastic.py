@@ -38,6 +38,7 @@ def made_again(seen: list[tuple[bytes, list[int]]], log: str, directory: Path) -
     return {index for index, times in reads.items() if times > 1} - excused
 
 
+@pytest.mark.shows("when a data worker drains, nothing is computed twice")
 def test_a_data_worker_that_drains_leaves_nothing_to_make_again(service: Any, loaders: Any, tmp_path: Path) -> None:
     service.start_workers(1)
     leaving = service.start_workers(2)
@@ -68,6 +69,7 @@ def test_an_idle_data_worker_takes_what_a_slow_one_has_not_begun(service: Any, l
     assert "go to idle data_worker" in service.log("dispatcher")
 
 
+@pytest.mark.shows("growing from 1 to 8 data workers and back changes no byte")
 def test_growing_to_eight_and_shrinking_to_one_changes_no_byte(
     service: Any, loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +90,7 @@ def test_growing_to_eight_and_shrinking_to_one_changes_no_byte(
     assert loader.stats()["local_steps"] == 0
 
 
+@pytest.mark.shows("a data worker that joins gets its first lease when it registers, and soon delivers a batch")
 def test_the_first_batch_of_a_data_worker_that_joins(service: Any, loaders: Any, tmp_path: Path) -> None:
     """Bound: a second from its registration; before that, its command imports torch, which the zygote has done."""
     service.start_workers(1)
@@ -131,6 +134,7 @@ def test_a_dispatcher_that_comes_back_costs_the_trainer_less_than_a_second(
     assert batches == [as_bytes(batch) for batch, _ in zip(local, range(300), strict=False)]
 
 
+@pytest.mark.shows("while the dispatcher is away, data workers go on with the leases that they hold")
 def test_data_workers_serve_what_they_hold_while_the_dispatcher_is_away(
     service: Any, loaders: Any, tmp_path: Path, wait_until: Any
 ) -> None:
@@ -148,6 +152,8 @@ def test_data_workers_serve_what_they_hold_while_the_dispatcher_is_away(
     assert begin == [as_bytes(batch) for batch, _ in zip(loaders(datasets.Augmented(400)), range(2), strict=False)]
 
 
+@pytest.mark.shows("the dispatcher may restart before, within and between epochs")
+@pytest.mark.shows("the dispatcher may restart many times, with several datasets, and data workers may, too")
 def test_restarts_before_within_and_between_epochs_of_several_datasets(
     service: Any, loaders: Any, wait_until: Any
 ) -> None:
@@ -178,6 +184,7 @@ def test_restarts_before_within_and_between_epochs_of_several_datasets(
     wait_until(lambda: one.stats()["num_data_workers"] == 1, timeout_s=30, what="the data worker's return")
 
 
+@pytest.mark.shows("four of five data workers end with one step under way, and reading goes on")
 def test_four_of_five_data_workers_end_and_reading_goes_on_with_one_step_outstanding(
     service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +200,7 @@ def test_four_of_five_data_workers_end_and_reading_goes_on_with_one_step_outstan
     assert seen == list(range(1100))
 
 
+@pytest.mark.shows("a process that comes before the others waits for them, 30 s at most")
 def test_who_comes_first_waits_for_the_others(service: Any, tmp_path: Path, loaders: Any, wait_until: Any) -> None:
     (tmp_path / "late").mkdir()
     late = type(service)(tmp_path / "late")
@@ -243,6 +251,7 @@ def test_a_dispatcher_takes_its_own_address_file_away(service: Any, wait_until: 
     assert service.address_file.read_bytes() == another
 
 
+@pytest.mark.shows("a dataset of 6 MiB reaches a data worker that comes later")
 def test_a_large_dataset_reaches_a_data_worker_that_comes_later(service: Any, loaders: Any, tmp_path: Path) -> None:
     dataset = datasets.Counted(400, tmp_path)
     dataset.payload = os.urandom(6 << 20)
@@ -254,6 +263,7 @@ def test_a_large_dataset_reaches_a_data_worker_that_comes_later(service: Any, lo
     assert any(process != os.getpid() for _, process in datasets.reads(tmp_path))
 
 
+@pytest.mark.shows("an abandoned iterator frees its leases; one job may come and go three times")
 def test_the_same_job_may_come_and_go_three_times_and_an_abandoned_iterator_frees_its_leases(
     service: Any, loaders: Any, wait_until: Any
 ) -> None:

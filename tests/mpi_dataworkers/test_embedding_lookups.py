@@ -72,6 +72,7 @@ def timed(timer: EmbeddingTimer, clock: Clock, *steps: Callable[[], object]) -> 
     return timer.lookups()
 
 
+@pytest.mark.shows("the parts of a step that a running job can tell are timed now and then")
 def test_lookups_of_a_step_are_added_up_and_nothing_else_is(timer: EmbeddingTimer, clock: Clock) -> None:
     table, bags, other = Table(clock), Bags(clock), torch.nn.Linear(2, 2)
 

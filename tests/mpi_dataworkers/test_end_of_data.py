@@ -71,6 +71,7 @@ def ids_of(passing: Any) -> list[list[int]]:
     return [ids.tolist() for _, ids in passing]
 
 
+@pytest.mark.shows("after a timeout no step is missing")
 def test_a_timeout_in_process_takes_no_step(loaders: Any, tmp_path: Path) -> None:
     loader = loaders("own process", Once(40, tmp_path / "flag", linger), timeout=1)
     passing = iter(loader)
@@ -125,6 +126,8 @@ print(json.dumps({"seen": seen, "told": told, "state": loader.state_dict()}))
 """
 
 
+@pytest.mark.shows("a killed process makes nobody hang, and its end is reported in words")
+@pytest.mark.shows("once a process of the loader has died, every call raises")
 @pytest.mark.parametrize("kind", [pytest.param("indices", marks=pytest.mark.slow), "stream"])
 def test_a_process_that_died_is_not_the_end_however_often_it_is_asked(
     run_program: Any, tmp_path: Path, kind: str
@@ -137,6 +140,7 @@ def test_a_process_that_died_is_not_the_end_however_often_it_is_asked(
     assert re.search("exited unexpectedly|processes ended before step", told["told"])
 
 
+@pytest.mark.shows("a StopIteration of user code is an error of `hetstream.DataLoader`")
 @pytest.mark.parametrize("where", WHERE[:2])
 @pytest.mark.parametrize("keyword", ["worker_init_fn", "collate_fn"])
 def test_a_stop_iteration_of_user_code_is_an_error(loaders: Any, where: str, keyword: str) -> None:
@@ -165,6 +169,7 @@ for dataset in (Augmented(16), Log(16)):
 """
 
 
+@pytest.mark.shows("a StopIteration of user code is an error of `hetstream.DataLoader`")
 @pytest.mark.slow
 def test_nor_in_a_process_of_the_loader(run_program: Any, tmp_path: Path) -> None:
     lines = run_program(STOPPING, tmp_path).stdout.splitlines()
@@ -189,6 +194,7 @@ class Breaking:
         return [number]
 
 
+@pytest.mark.shows("a sampler raises, and what it gave before still comes")
 @pytest.mark.parametrize("where", ["data workers", "fallback"])
 def test_what_a_sampler_gave_before_it_raised_is_delivered_without_delay(loaders: Any, where: str) -> None:
     loader = loaders(where, datasets.Augmented(200), batch_sampler=Breaking(), batch_size=1)
@@ -201,6 +207,7 @@ def test_what_a_sampler_gave_before_it_raised_is_delivered_without_delay(loaders
     assert time.monotonic() - begun < 30, "no step waits for the minute after which it is late"
 
 
+@pytest.mark.shows("a state that is saved after an exception goes on behind the step that raised")
 @pytest.mark.parametrize("where", WHERE)
 def test_after_an_exception_in_a_stream_the_state_is_behind_it(loaders: Any, where: str) -> None:
     loader = loaders(where, datasets.PoisonedLog(100), num_shards=2, batch_size=4)

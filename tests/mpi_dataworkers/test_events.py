@@ -99,6 +99,7 @@ def test_a_burst_is_reported_whole(tmp_path: Path) -> None:
     assert reported == list(range(2000))
 
 
+@pytest.mark.shows("what happens can be seen by `stats()`, status, events and Prometheus")
 def test_a_service_tells_its_story(service: Any, wait_until: Callable[..., None]) -> None:
     worker = service.start_workers(2)
     with DataLoader(datasets.Augmented(64), batch_size=4, service=service.name) as loader:

@@ -58,6 +58,7 @@ def problems_of(*steps: Step, inputs: tuple[Input, ...] = (), outputs: tuple[Out
     return str(caught.value)
 
 
+@pytest.mark.shows("operators on wrong types and a graph with a cycle are refused with all problems at once")
 @pytest.mark.parametrize(
     ("operator", "of", "words"),
     [
@@ -95,6 +96,8 @@ def test_what_an_operator_refuses(operator: Any, of: str, words: str) -> None:
     assert words in problems_of(Step("s", of, operator))
 
 
+@pytest.mark.shows("a feature graph that cannot work is refused with all of its problems")
+@pytest.mark.shows("operators on wrong types and a graph with a cycle are refused with all problems at once")
 def test_every_problem_is_told_at_once() -> None:
     said = problems_of(
         Step("a", "nowhere", ops.Logit()),
@@ -176,6 +179,7 @@ def test_outputs_have_features_that_go_together() -> None:
         FeatureGraph.of({"y": dense("a"), "z": jagged("a")})
 
 
+@pytest.mark.shows("a feature graph that cannot work is refused with all of its problems")
 def test_a_graph_is_the_same_out_of_json_and_pickle_and_on_every_machine() -> None:
     again = from_json(to_json(EVERY))
     assert again == EVERY == pickle.loads(pickle.dumps(EVERY))
@@ -236,6 +240,7 @@ def test_a_flat_form_of_other_things_is_refused_in_words() -> None:
             FeatureGraph(*parts)  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("moved operators are fused for CPUs: native code, or torch's C++ backend")
 def test_chains_that_begin_alike_are_computed_once_and_like_chains_together() -> None:
     assert sum(step.operator == ops.FirstX(2) for step in EVERY.steps) == 1
     many = FeatureGraph.of({"y": [dense(f"a{at}") >> ops.Clamp(0.0, at + 1.0) >> ops.Logit() for at in range(20)]})
@@ -254,6 +259,7 @@ def a_batch(rows: int = 3) -> dict[str, Any]:
     }
 
 
+@pytest.mark.shows("NaN, ids out of range, borders that decrease and empty features are computed or refused")
 def test_an_empty_batch_has_empty_features() -> None:
     found = FeatureTransform(EVERY)(a_batch(0))
     assert found["dense"].shape == (0, 2)
@@ -290,6 +296,7 @@ def test_what_a_program_has_set_as_default_changes_nothing() -> None:
     assert (of_none.dtype, of_none.tolist()) == (torch.float32, [[1.0, 0.0, 0.0]] * 3)
 
 
+@pytest.mark.shows("operators on wrong types and a graph with a cycle are refused with all problems at once")
 def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
     graph = FeatureGraph.of({"y": dense("x") >> ops.Clamp(1.0, 2.0)})
     transform, native = FeatureTransform(graph), FeatureTransform(graph, native=True)
@@ -400,6 +407,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [part for part in value if isinstance(part, torch.Tensor)]
 
 
+@pytest.mark.shows("a row at fault is told with sample, file and line")
 def test_a_step_that_cannot_work_is_named_with_its_line() -> None:
     line = test_a_step_that_cannot_work_is_named_with_its_line.__code__.co_firstlineno + 2
     chain = dense("price") >> ops.Bucketize((3.0, 1.0))

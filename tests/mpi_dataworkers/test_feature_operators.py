@@ -57,6 +57,8 @@ def of_lists(operator: ops.Operator, rows: Sequence[Sequence[int]]) -> list[list
     return made
 
 
+@pytest.mark.shows("the eleven feature operators compute what a plain reference computes, whatever the values")
+@pytest.mark.shows("the feature operators compute what NumPy computes, in torch and in native code")
 def test_hashes_are_torcharrow_s() -> None:
     hashes = of_values(ops.SigridHash(salt=0, max_value=100), range(17), "int64")
     assert hashes == [6, 60, 54, 54, 9, 4, 91, 11, 67, 79, 2, 25, 92, 98, 83, 66, 2]
@@ -78,6 +80,7 @@ def test_a_value_at_a_border_is_below_it_and_between_two_that_are_equal() -> Non
     assert of_values(ops.Bucketize((-0.0, 0.0)), [-0.0, 0.0, -1e-45, 1e-45], "float32") == [1, 1, 0, 2]
 
 
+@pytest.mark.shows("NaN, ids beyond tables and empty batches are computed alike everywhere")
 def test_a_zero_has_one_sign_in_a_graph_as_it_has_one_digest() -> None:
     """Equal operators are computed once, and torch's own clamp takes either bound: so -0.0 would come out as 0.0."""
     assert math.copysign(1, ops.FillNull(-0.0).value) == math.copysign(1, ops.Clamp(np.float32(-0.0)).lower or 0) == 1
@@ -140,6 +143,7 @@ def test_casts_truncate_and_saturate() -> None:
     assert of_values(ops.Cast("float32"), [1e300, 0.1], "float64") == [INF, np.float32(0.1)]
 
 
+@pytest.mark.shows("NaN, ids out of range, borders that decrease and empty features are computed or refused")
 def test_values_that_are_not_numbers_stay_and_bounds_hold() -> None:
     assert of_values(ops.Clamp(-1.0, 0.1), [NAN, -5, INF, 0.05], "float32")[1:] == [
         -1.0,
@@ -233,6 +237,8 @@ def compare(
                 assert made == [int(one) for one in wanted]
 
 
+@pytest.mark.shows("the eleven feature operators compute what a plain reference computes, whatever the values")
+@pytest.mark.shows("the feature operators compute what NumPy computes, in torch and in native code")
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(0, 6))
 def test_kernels_do_what_the_reference_does(data: st.DataObject, num_rows: int) -> None:
@@ -323,6 +329,7 @@ def test_tiles_cover_all_values_once(sizes: list[int], most: int, whole: bool) -
     assert list(spans([2, 3, 9], 5)) == [Span(0, 2, 0, 5), Span(2, 3, 5, 10), Span(2, 3, 10, 14)]
 
 
+@pytest.mark.shows("jagged features come out as a KeyedJaggedTensor, which torchrec looks up")
 def test_jagged_features_come_together_as_torchrec_has_them() -> None:
     chains = [jagged("a") >> ops.FirstX(2), dense("b", "int64") >> ops.Clamp(0, 5), jagged("a") >> ops.Ngram(2)]
     graph = FeatureGraph.of({"sparse": [chains[0], chains[1], chains[2].named("a2")]})
@@ -349,6 +356,8 @@ def test_without_torchrec_the_error_says_what_to_install(monkeypatch: pytest.Mon
         JaggedBatch(("a",), torch.zeros(1), torch.ones(1, dtype=torch.int64)).to_torchrec()
 
 
+@pytest.mark.shows("moved operators are fused for CPUs: native code, or torch's C++ backend")
+@pytest.mark.shows("the eleven feature operators compute what a plain reference computes, whatever the values")
 @pytest.mark.slow
 @needs("g++")
 def test_compiled_code_computes_the_same(tmp_path: Path) -> None:
@@ -360,6 +369,7 @@ def test_compiled_code_computes_the_same(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
 
 
+@pytest.mark.shows("moved operators are fused for CPUs: native code, or torch's C++ backend")
 def test_without_a_compiler_it_runs_as_it_is_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,7 @@ def whole_fixture() -> list[Any]:
     return found
 
 
+@pytest.mark.shows("NaN, ids beyond tables and empty batches are computed alike everywhere")
 @pytest.mark.parametrize("features", CUTS, ids=str)
 def test_numbers_that_are_none_ids_beyond_tables_and_empty_batches(
     three: Any, loaders: Any, whole: list[Any], features: Any
@@ -94,6 +95,7 @@ def test_numbers_that_are_none_ids_beyond_tables_and_empty_batches(
     assert [*map(as_bytes, loader_of(loaders, features=features, service=three.name))] == whole
 
 
+@pytest.mark.shows("features work in mixtures, under DDP, and on hosts with and without a compiler")
 def test_loaders_with_features_of_their_own_are_mixed(three: Any, loaders: Any) -> None:
     """One of them is cut elsewhere meanwhile; the mixture is that of plain stages."""
 
@@ -117,6 +119,7 @@ def test_loaders_with_features_of_their_own_are_mixed(three: Any, loaders: Any) 
     assert [*map(as_bytes, resumed)] == found[halfway + 1 :]
 
 
+@pytest.mark.shows("data workers are killed while a feature graph is cut")
 def test_killed_data_workers_and_resume_with_another_number_of_them(
     service_in: Any, loaders: Any, whole: list[Any], tmp_path: Path
 ) -> None:
@@ -166,6 +169,7 @@ def ranks(tmp_path: Path, **request: Any) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
+@pytest.mark.shows("features work in mixtures, under DDP, and on hosts with and without a compiler")
 @pytest.mark.slow
 def test_two_ranks_train_a_compiled_model_on_features_and_learn_the_same(three: Any, tmp_path: Path) -> None:
     """DDP over gloo in two processes, each of which cuts the graph for itself; one learns from the other."""

@@ -68,6 +68,7 @@ def write_leading_out(path: Path, secret: Path, way: Callable[[h5py.File, Path],
     return name
 
 
+@pytest.mark.shows("a state that JSON and pickle would read differently is refused; a stranger's HDF5 leads nowhere")
 @needs_root
 @pytest.mark.parametrize("way", WAYS_OUT)
 def test_a_strangers_file_leads_nowhere(common_place: Path, way: Callable[[h5py.File, Path], str]) -> None:

@@ -91,6 +91,7 @@ def test_a_loader_before_init_is_refused_among_several_ranks(monkeypatch: pytest
             horovod_identity(dict([several.split("=")]))
 
 
+@pytest.mark.shows("a Horovod that knows no other rank is refused among several; two ranks train as one")
 def test_a_horovod_that_knows_no_other_rank_is_refused_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build without MPI says size 1 in each process that horovodrun has not started."""
     monkeypatch.setitem(sys.modules, "horovod.torch", StandIn((0, 1)))
@@ -137,6 +138,7 @@ def test_two_ranks_share_every_epoch_exactly(horovod_bin: Path, tmp_path: Path) 
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
+@pytest.mark.shows("a Horovod that knows no other rank is refused among several; two ranks train as one")
 @needs("make")
 @needs("g++")
 def test_a_build_that_cannot_succeed_says_what_is_missing(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.shows("a loader with `num_workers=0` stays the program's own, with one line")
 @pytest.mark.parametrize(
     "streamed", [pytest.param(True, id="data workers"), pytest.param(False, id="none", marks=pytest.mark.slow)]
 )
@@ -107,6 +108,7 @@ def test_the_programs_own_dataset_makes_its_batches(
     assert found.stderr.count(SAID) == len(found.stderr.splitlines()) == 4, "once for each kind of dataset"
 
 
+@pytest.mark.shows("a loader with `num_workers=0` stays the program's own, with one line")
 def test_data_workers_make_them_if_that_is_asked_for(three: Any, tmp_path: Path, run_program: Any) -> None:
     found = run_program(CHANGING, tmp_path, **environment(three.name, {}, in_process_loaders=True))
     assert (found.returncode, found.stderr) == (0, "")

@@ -141,6 +141,7 @@ def test_positions_of_all_ranks_are_dealt_out_anew_and_nothing_is_lost(
     assert sorted(seen) == [(shard, step) for shard, length in enumerate(lengths) for step in range(length)]
 
 
+@pytest.mark.shows("a state of four ranks continues with 1, 2, 3 or 8 in the same global order")
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 8), (8, 1), (1, 4), (4, 4)])
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
 def test_with_shards_of_one_length_the_common_order_stays(sizes: tuple[int, int], num_steps: int) -> None:
@@ -171,11 +172,13 @@ def mixed(mixer: Mixer, lengths: list[int], counts: list[int], limit: int = 10**
     return elements
 
 
+@pytest.mark.shows("datasets can be zipped, concatenated, and mixed by weights")
 def test_mixing_keeps_the_weights() -> None:
     parts = Counter(part for part, _ in mixed(Mixer([1, 3], 5, 0, "first_exhausted"), [10**6] * 2, [0, 0], 4000))
     assert parts[0] / 4000 == pytest.approx(0.25, abs=0.03)
 
 
+@pytest.mark.shows("a mixture ends by each of its three stop rules after the documented number of elements")
 @pytest.mark.parametrize("seed", range(5))
 def test_stop_rules_give_the_documented_counts(seed: int) -> None:
     lengths = [3, 10, 5]

@@ -58,6 +58,7 @@ def test_what_was_committed_is_there_after_a_death(tmp_path: Path) -> None:
     journal.close()
 
 
+@pytest.mark.shows("damaged state is refused, the file named; a torn last record is dropped")
 @pytest.mark.parametrize("cut", [1, 17, 500, 4000, 4120, 9000])
 def test_a_torn_last_record_is_dropped_with_its_group_and_nothing_else(tmp_path: Path, cut: int) -> None:
     write(tmp_path, groups=5)
@@ -104,6 +105,7 @@ def duplicate_a_row(path: Path) -> None:
     )(path)
 
 
+@pytest.mark.shows("damaged state is refused, the file named; a torn last record is dropped")
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

@@ -153,6 +153,8 @@ def points_of(role: str) -> set[str]:
     return {point for point in POINTS if point.startswith(f"{role}.")}
 
 
+@pytest.mark.shows("the dispatcher may be killed at each point at which it writes")
+@pytest.mark.shows("the dispatcher may restart many times, with several datasets, and data workers may, too")
 def test_the_dispatcher_may_die_at_every_point(
     start: Any, service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_data_worker_may_die_at_every_point(
     assert struck(tmp_path, "worker") == points_of("worker")
 
 
+@pytest.mark.shows("a trainer continues at its checkpoint: batches behind it come again, others never do")
 def test_a_trainer_may_die_at_every_point_and_continues_from_its_state(
     start: Any, service: Any, tmp_path: Path
 ) -> None:
@@ -265,11 +268,13 @@ def one_schedule(run: Run, seed: int, events: int) -> None:
     run.finish()
 
 
+@pytest.mark.shows("each element comes once under random schedules of faults")
 @pytest.mark.parametrize("seed", [1])
 def test_the_ledger_is_exact_under_a_random_schedule(start: Any, seed: int) -> None:
     one_schedule(start(samples=160, epochs=30), seed, events=12)
 
 
+@pytest.mark.shows("each element comes once under random schedules of faults")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 300))
 def test_the_ledger_is_exact_under_hundreds_of_random_schedules(start: Any, seed: int) -> None:

@@ -85,6 +85,7 @@ def difference(ours: Seen, of_torch: Seen, own: Seen) -> str:
     return ""
 
 
+@pytest.mark.shows("batches arrive as from torch's own worker process: types, strides, sharing, gradients")
 def test_every_batch_is_as_from_torch_s_worker_process(three: Any) -> None:
     of_torch = from_torch(list(CASES))
     names = [name for name, seen in of_torch.items() if isinstance(seen, Seen)]
@@ -160,6 +161,7 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.shows("batches arrive as from torch's own worker process: types, strides, sharing, gradients")
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
 def test_a_view_costs_its_numbers_and_never_what_it_is_a_view_of(hold: Callable[[torch.Tensor], Any]) -> None:
     table = torch.arange(10_000_000.0).reshape(-1, 1000)

@@ -123,6 +123,7 @@ CASES: list[tuple[Callable[[Any], Any], Any, Any, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.shows("the first steps of an unmodified program are compared with torch's; a difference keeps it local")
 @pytest.mark.parametrize(("make", "value", "other", "said"), CASES, ids=range(len(CASES)))
 def test_copies_are_alike_and_one_change_is_found(
     make: Callable[[Any], Any], value: Any, other: Any, said: str

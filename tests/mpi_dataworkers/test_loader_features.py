@@ -92,6 +92,7 @@ def whole_fixture(loaders: Any) -> list[Any]:
     return made(loader_of(loaders, batch_stage=FeatureTransform(GRAPH)))
 
 
+@pytest.mark.shows("a loader takes a feature graph by `features=`, under plans 0 to 4")
 @pytest.mark.parametrize("features", [GRAPH, CUT, CutGraph(GRAPH, tuple(step.name for step in GRAPH.steps))], ids=str)
 def test_a_plan_that_the_loader_is_given_is_computed_wherever_it_is_cut(
     three: Any, loaders: Any, whole: list[Any], features: Any
@@ -101,6 +102,7 @@ def test_a_plan_that_the_loader_is_given_is_computed_wherever_it_is_cut(
     assert isinstance(next(iter(loader_of(loaders, features=features)))["ids"], JaggedBatch)
 
 
+@pytest.mark.shows("data workers are killed while a feature graph is cut")
 def test_killed_data_workers_change_no_byte_of_a_cut_stream(
     service: Any, loaders: Any, whole: list[Any], tmp_path: Path
 ) -> None:
@@ -257,6 +259,7 @@ def said_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "features" in record.message]
 
 
+@pytest.mark.shows("without GPU memory, data workers compute until there is some again")
 def test_without_gpu_memory_data_workers_compute_the_whole_from_then_on_and_that_is_said_once(
     three: Any, loaders: Any, whole: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,6 +273,7 @@ def test_without_gpu_memory_data_workers_compute_the_whole_from_then_on_and_that
     assert "the GPU is tried again in 10 s" in loader.stats()["features"]["reason"]
 
 
+@pytest.mark.shows("without GPU memory, data workers compute until there is some again")
 @pytest.mark.parametrize("change", [None, OTHER], ids=str)
 def test_the_graph_comes_back_when_the_gpu_has_memory_again_and_no_byte_changes(
     three: Any, loaders: Any, whole: list[Any], caplog: pytest.LogCaptureFixture, change: Any
@@ -326,6 +330,7 @@ class Unreachable:
         raise PipelineError(f"{stage} cannot be handed to data workers now")
 
 
+@pytest.mark.shows("closures that cannot be pickled stay in the trainer")
 def test_a_batch_is_there_although_data_workers_cannot_have_the_graph(caplog: pytest.LogCaptureFixture) -> None:
     place = TrainersDevice(lambda graph, _: FeatureTransform(graph))
     parts = FeatureParts(CUT, torch.device("cpu"), place=place)
@@ -386,6 +391,7 @@ def without_ids(rows: list[int]) -> dict[str, Any]:
     return {name: value for name, value in collate(rows).items() if name != "ids"}
 
 
+@pytest.mark.shows("a graph that does not fit its batches, or a kernel that cannot be compiled, is told")
 @pytest.mark.parametrize("is_remote", [True, False])
 def test_a_graph_that_batches_do_not_fit_is_refused_at_the_call(
     three: Any, loaders: Any, whole: list[Any], is_remote: bool
@@ -426,6 +432,7 @@ def with_gaps(rows: list[int]) -> dict[str, Any]:
     return collate(rows) | {"age": Nullable(torch.ones(len(rows)), valid), "tax": np.ones(len(rows), dtype=">f4")}
 
 
+@pytest.mark.shows("a graph that does not fit its batches, or a kernel that cannot be compiled, is told")
 def test_columns_with_gaps_and_of_another_byte_order_are_what_their_step_says(loaders: Any) -> None:
     loader = loader_of(loaders, features=CUT, collate_fn=with_gaps)
     batches = iter(loader)
@@ -453,6 +460,7 @@ def test_a_graph_for_the_next_pass_is_accepted_where_the_data_changes(loaders: A
     assert [*map(as_bytes, loader)] == whole
 
 
+@pytest.mark.shows("features work in mixtures, under DDP, and on hosts with and without a compiler")
 @needs("g++")
 def test_data_workers_with_and_without_a_compiler_make_the_same_bytes_and_that_is_said(
     service: Any, loaders: Any, whole: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,8 @@ def read(loader: Any) -> Iterator[Any]:
         assert decided(loader)
 
 
+@pytest.mark.shows("a feature graph is cut anew while it is read, and no byte changes")
+@pytest.mark.shows("data workers are killed while a feature graph is cut")
 def test_decisions_at_every_look_change_no_byte_and_lose_no_batch_also_when_data_workers_die(
     service: Any, loaders: Any, drawn: list[Seen], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +149,8 @@ def test_the_dispatcher_is_told_where_the_graph_is_cut_and_why(three: Any, loade
     assert (cuts[-1].num_operators, cuts[-1].share) == (len(GRAPH.steps), 0.25)
 
 
+@pytest.mark.shows("a feature graph is cut anew while it is read, and no byte changes")
+@pytest.mark.shows("what exceeds the GPU's leftover goes to data workers, and is decided anew while it runs")
 def test_another_graph_begins_at_its_step_while_it_is_decided(
     service: Any, loaders: Any, drawn: list[Seen], tmp_path: Path
 ) -> None:

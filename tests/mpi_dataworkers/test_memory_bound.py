@@ -45,6 +45,7 @@ print(most, fullest)
 """
 
 
+@pytest.mark.shows("`buffer_bytes` bounds the loader's memory, `HETSTREAM_CACHE_BYTES` the data worker's")
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_slow_training_loop_holds_no_more_than_its_buffer(
     service: Any, run_program: RunProgram, transport: str

@@ -30,6 +30,7 @@ def three_loaders(make: Any, **options: Any) -> list[DataLoader]:
     ]
 
 
+@pytest.mark.shows("a mixture ends by each of its three stop rules after the documented number of elements")
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle_until_all"])
 def test_a_mixture_of_loaders_continues_from_any_step(loaders: Any, stop: Any) -> None:
     whole_loader = mix(three_loaders(loaders), [1, 2, 1], 3, stop)
@@ -52,6 +53,7 @@ def test_a_mixture_of_loaders_from_data_workers_is_the_one_made_here(three: Any,
     assert batches_of(streamed) == batches_of(local)
 
 
+@pytest.mark.shows("datasets can be zipped, concatenated, and mixed by weights")
 def test_mixed_datasets_are_one_dataset(three: Any, loaders: Any) -> None:
     mixed = mix([torch.arange(300), torch.arange(1000, 1100)], [3, 1], stop="first_exhausted")
     values = [int(mixed[index]) for index in range(len(mixed))]  # type: ignore[index, arg-type]
@@ -72,6 +74,7 @@ def test_mixed_streams_divide_themselves(three: Any, loaders: Any) -> None:
     assert Counter(index for _, ids in batches for index in ids) == Counter([*range(120), *range(60)])
 
 
+@pytest.mark.shows("datasets can be zipped, concatenated, and mixed by weights")
 def test_zip_ends_at_the_shorter_and_concatenate_keeps_both(three: Any, loaders: Any) -> None:
     both = loaders(torch.utils.data.ConcatDataset([datasets.Augmented(5), datasets.Augmented(3)]), service=three.name)
     assert sorted(index for _, ids in batches_of(both) for index in ids) == [0, 0, 1, 1, 2, 2, 3, 4]

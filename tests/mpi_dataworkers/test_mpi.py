@@ -96,6 +96,7 @@ def test_trainers_and_data_workers_are_ranks_of_one_world(service: Any, tmp_path
     assert "lost" not in log.replace("job=mpi", ""), "all left in an orderly way"
 
 
+@pytest.mark.shows("a rank that is alone in its world, and trainers that nobody numbers, are told so")
 def test_trainers_that_nobody_numbers_are_counted(service: Any, tmp_path: Path) -> None:
     """mpiexec tells them from no data worker; each would read all the data."""
     done = in_world(
@@ -107,6 +108,7 @@ def test_trainers_that_nobody_numbers_are_counted(service: Any, tmp_path: Path) 
     assert samples == [(number, index) for number in (0, 1) for index in range(64 * 12)]
 
 
+@pytest.mark.shows("a rank that is alone in its world, and trainers that nobody numbers, are told so")
 def test_a_process_alone_in_its_world_is_told_so(service: Any, tmp_path: Path) -> None:
     """As under another MPI's launcher, or srun without --mpi: each rank is a world of its own."""
     way_out = "Start trainers and data workers by one launch, `mpiexec ... : ...`"

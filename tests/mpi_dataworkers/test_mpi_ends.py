@@ -33,6 +33,7 @@ CODES = {
 }
 
 
+@pytest.mark.shows("over MPI every message is matched before anybody finalises, however the program ends")
 @pytest.mark.parametrize("trainers", [1, 2])
 @pytest.mark.parametrize("end", CODES)
 def test_an_end_is_the_programs(service: Any, tmp_path: Path, end: str, trainers: int) -> None:

@@ -113,6 +113,8 @@ def test_it_is_made_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.shows("the eleven feature operators compute what a plain reference computes, whatever the values")
+@pytest.mark.shows("the feature operators compute what NumPy computes, in torch and in native code")
 @needs_compiler
 @pytest.mark.parametrize("rows", [0, 1, 2, 127, 129, 5000])
 def test_native_code_does_what_torch_does(rows: int) -> None:
@@ -137,11 +139,13 @@ def check_random_graphs(first: int, count: int) -> None:
         count -= 1
 
 
+@pytest.mark.shows("moved operators are fused for CPUs: native code, or torch's C++ backend")
 @needs_compiler
 def test_native_code_does_what_torch_does_on_random_graphs() -> None:
     check_random_graphs(0, 100)
 
 
+@pytest.mark.shows("the feature operators compute what NumPy computes, in torch and in native code")
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1, 11))
@@ -210,6 +214,7 @@ def test_lists_that_do_not_fit_are_refused_in_the_same_words() -> None:
         assert said[0] == said[1]
 
 
+@pytest.mark.shows("a graph that does not fit its batches, or a kernel that cannot be compiled, is told")
 @pytest.mark.parametrize(
     ("compiler", "folder", "words"),
     [
@@ -262,6 +267,7 @@ def test_native_and_compiled_do_not_go_together() -> None:
         FeatureTransform(FeatureGraph.of({"y": dense("x")}), native=True, compiled=True)
 
 
+@pytest.mark.shows("NaN, ids out of range, borders that decrease and empty features are computed or refused")
 @pytest.mark.parametrize("is_native", [False, True])
 def test_ids_without_a_place_are_counted_where_it_is_asked_for(is_native: bool) -> None:
     chain = jagged("x") >> ops.FirstX(3) >> ops.MapId((7, 8))
@@ -287,6 +293,7 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.shows("thousands of feature batches take no more memory than hundreds")
 @pytest.mark.parametrize("steps", [300, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_native", [False, True])
 def test_memory_does_not_grow_with_the_steps(steps: int, is_native: bool) -> None:

@@ -25,6 +25,9 @@ from hetstream.mpi_dataworkers.loader.options import LoaderOptions
 DATA = datasets.Augmented(12)
 
 
+@pytest.mark.shows("`lengths` needs `bucket_boundaries`, and `rank` needs `world_size`")
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
+@pytest.mark.shows("torch's keywords have torch's places and defaults; what is not supported is refused by name")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -74,12 +77,14 @@ def test_what_breaks_its_rule_is_refused_by_name(options: dict[str, Any], says: 
     assert isinstance(caught.value, ValueError), "as torch raises"
 
 
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
 @pytest.mark.parametrize("given", [torch.utils.data.TensorDataset, torch.utils.data.IterableDataset, list])
 def test_a_class_in_the_place_of_a_dataset_is_told_as_that(given: type) -> None:
     with pytest.raises(OptionsError, match="is a class: give an instance of it"):
         DataLoader(given)
 
 
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
 def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETSTREAM_BUFFER_BYTES", "none")
     monkeypatch.setenv("RANK", "x")
@@ -105,6 +110,7 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         DataLoader(5, batch_size=0, lengths=[1], bucket_boundaries=[3])
 
 
+@pytest.mark.shows("torch's keywords have torch's places and defaults; what is not supported is refused by name")
 def test_every_keyword_of_torch_is_a_keyword_here_in_the_same_place() -> None:
     ours = inspect.signature(DataLoader.__init__).parameters
     theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
@@ -134,6 +140,7 @@ def test_help_and_the_reference_say_what_each_keyword_means() -> None:
     assert sorted(named) == sorted(own), "each of hetstream's own keywords once"
 
 
+@pytest.mark.shows("torch's keywords have torch's places and defaults; what is not supported is refused by name")
 def test_an_unknown_keyword_or_a_missing_dataset_is_told_by_the_name_of_the_loader() -> None:
     with pytest.raises(TypeError, match=r"^DataLoader: got an unexpected keyword argument 'lenghts'"):
         DataLoader(DATA, lenghts=[1])  # type: ignore[call-arg]
@@ -141,6 +148,7 @@ def test_an_unknown_keyword_or_a_missing_dataset_is_told_by_the_name_of_the_load
         DataLoader(batch_size=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.shows("rank and world size come from torch, torchrun or Slurm; explicit ones win")
 def test_rank_and_world_size_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -229,6 +237,7 @@ def test_pin_memory_without_a_gpu_is_told() -> None:
     assert not next(iter(loader))[0].is_pinned()
 
 
+@pytest.mark.shows("`__iter__` may be called again, and `__len__` gives batches or TypeError")
 @pytest.mark.parametrize("epoch", [-1, 1.5, "x", None, True, 2**31])
 def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
     loader = DataLoader(DATA)
@@ -238,6 +247,7 @@ def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
     assert len(list(loader)) == 12
 
 
+@pytest.mark.shows("dynamic sharding gives each element once, also with fewer elements than data workers")
 @pytest.mark.parametrize("order", [{}, {"generator": torch.Generator()}, {"drop_last": True}], ids=",".join)
 def test_an_empty_dataset_may_be_shuffled(order: dict[str, Any]) -> None:
     assert list(DataLoader(datasets.Augmented(0), shuffle=True, **order)) == []
@@ -269,6 +279,7 @@ def test_a_quarantine_folder_that_cannot_be_written_is_refused_at_once(
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["one.rank0.jsonl"], "no trace of the trial"
 
 
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
 def test_the_service_of_the_environment_is_checked_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETSTREAM_SERVICE", "tcp://host:1")
     with pytest.raises(OptionsError, match=r"batch_size=0.*; environment variable HETSTREAM_SERVICE: service 'tcp://"):

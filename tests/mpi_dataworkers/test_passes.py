@@ -13,6 +13,8 @@ from hetstream.mpi_dataworkers.hook import environment
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+@pytest.mark.shows("a loader whose samples change what makes them is local, or refused, from its first step")
+@pytest.mark.shows("what samples of a pass have left in memory is gone in the next one, wherever they have left it")
 @pytest.mark.parametrize("how", ["both", "anew", pytest.param("seeded", marks=pytest.mark.slow)])
 def test_a_pass_has_nothing_that_samples_of_an_earlier_one_left(
     how: str, service: Any, tmp_path: Path, run_program: Any

@@ -65,6 +65,7 @@ def batch_of(pipeline: Pipeline, indices: list[int], seed: int, epoch: int) -> A
     return pipeline.make_batch(np.array(indices), SampleSeeds(np.array(indices), seed, epoch))
 
 
+@pytest.mark.shows("a resumed run with shuffling and random transforms is the uninterrupted one")
 def test_a_sample_is_the_same_in_any_batch_and_differs_by_epoch_and_seed() -> None:
     pipeline = pipeline_of(datasets.Augmented(50))
     alone = batch_of(pipeline, [7], 1, 2)[0][0]
@@ -334,6 +335,7 @@ class EndsTheProcess(datasets.Augmented):
         return next(iter([]))
 
 
+@pytest.mark.shows("a StopIteration of user code is an error of `hetstream.DataLoader`")
 def test_user_code_cannot_end_the_epoch_by_a_stray_stop_iteration() -> None:
     with pytest.raises(SampleError) as caught:
         batch_of(pipeline_of(EndsTheProcess(3)), [1], 0, 0)

@@ -102,6 +102,7 @@ class Simulated:
         return worker
 
 
+@pytest.mark.shows("a step that fails is tried elsewhere, then raised, skipped or put in quarantine, never in silence")
 def test_a_failed_step_goes_to_a_worker_that_has_not_failed_it() -> None:
     service = Simulated(ErrorPolicy(max_attempts=3), workers=3)
     tried = [service.fail(0, bad(0)) for _ in range(3)]
@@ -111,6 +112,7 @@ def test_a_failed_step_goes_to_a_worker_that_has_not_failed_it() -> None:
     assert 0 not in {step for lease in service.state.tables.leases.values() for step in range(lease.first, lease.stop)}
 
 
+@pytest.mark.shows("a step that fails is tried elsewhere, then raised, skipped or put in quarantine, never in silence")
 def test_with_one_worker_a_step_is_tried_there_again_and_not_for_ever() -> None:
     service = Simulated(ErrorPolicy(max_attempts=3), workers=1)
     assert [service.fail(0, bad(0)) for _ in range(3)] == ["w0"] * 3
@@ -146,6 +148,7 @@ def place_of(where: str, service: Any) -> dict[str, Any]:
     return {"num_workers": 1} if where == "own processes" else {}
 
 
+@pytest.mark.shows("a step that fails is tried elsewhere, then raised, skipped or put in quarantine, never in silence")
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("policy", ["skip", "quarantine"])
 def test_bad_samples_are_left_out_in_order_counted_and_told(
@@ -213,6 +216,7 @@ def expected_of_stream(length: int, bad: set[int], num_shards: int, batch_size: 
     return [step for turn in itertools.zip_longest(*steps) for step in turn if step]
 
 
+@pytest.mark.shows("a step that fails is tried elsewhere, then raised, skipped or put in quarantine, never in silence")
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("sharding", ["hint", "data"])
 def test_bad_elements_of_a_stream_are_left_out_in_order_counted_and_told(
@@ -243,6 +247,7 @@ def test_bad_elements_of_a_stream_are_left_out_in_order_counted_and_told(
     assert loader.state_dict()["quarantined"] == []
 
 
+@pytest.mark.shows("a step that fails is tried elsewhere, then raised, skipped or put in quarantine, never in silence")
 def test_what_a_stream_left_out_once_is_left_out_by_who_takes_over_and_by_who_continues(
     service: Any, loaders: Any, tmp_path: Path
 ) -> None:
@@ -349,6 +354,7 @@ def test_a_hung_transform_is_raised_with_its_stack_and_its_process_replaced(
     assert "in the place of a process that hung" in log
 
 
+@pytest.mark.shows("what cannot be pickled is named; remote exceptions keep type and traceback")
 @pytest.mark.parametrize(
     ("how", "kind", "says"),
     [
@@ -398,6 +404,7 @@ def test_a_module_that_ends_the_program_when_it_is_imported_is_told_and_costs_no
     assert batches.stats()["local_steps"] == 0
 
 
+@pytest.mark.shows("a killed process makes nobody hang, and its end is reported in words")
 @pytest.mark.parametrize("how", ["segfault", "7", "0", "1", str(FRESH_PROCESS)])
 def test_a_sample_that_ends_its_process_is_left_out_and_nothing_else(service: Any, loaders: Any, how: str) -> None:
     service.start_workers(2)
@@ -524,6 +531,7 @@ def test_the_loader_is_told_which_steps_a_lost_data_worker_held() -> None:
     service.state.validate()
 
 
+@pytest.mark.shows("a killed process makes nobody hang, and its end is reported in words")
 def test_how_processes_end_in_words(tmp_path: Path) -> None:
     assert process.how_it_ended(7, True) == "ended with code 7"
     assert process.how_it_ended(-9, False) == "was killed by signal 9 (SIGKILL)"
@@ -576,6 +584,8 @@ def memory_group(wait_until: Any) -> Iterator[MemoryGroup]:
     directory.rmdir()
 
 
+@pytest.mark.shows("a killed process makes nobody hang, and its end is reported in words")
+@pytest.mark.shows("the kernel ends the process that runs user code before its parent")
 def test_a_process_that_the_kernel_kills_for_memory_is_told_as_such(
     memory_group: MemoryGroup, service: Any, loaders: Any, wait_until: Any
 ) -> None:
@@ -601,6 +611,7 @@ def test_a_process_that_the_kernel_kills_for_memory_is_told_as_such(
     wait_until(lambda: "was killed by signal 9 (SIGKILL)" in service.log("worker"), 30, "its report")
 
 
+@pytest.mark.shows("the kernel ends the process that runs user code before its parent")
 def test_a_sample_that_takes_all_memory_does_not_end_the_trainer_beside_it(
     memory_group: MemoryGroup, tmp_path: Path
 ) -> None:

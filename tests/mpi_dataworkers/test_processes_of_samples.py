@@ -8,6 +8,8 @@ import signal
 import time
 from typing import Any
 
+import pytest
+
 from hetstream import DataLoader
 
 FORK = multiprocessing.get_context("fork")
@@ -65,12 +67,14 @@ def batches(dataset: Any, service: str) -> list[Any]:
         return list(loader)
 
 
+@pytest.mark.shows("processes and pools that samples start have Python's own signal handlers")
 def test_a_process_that_a_sample_starts_ends_when_it_is_told(three: Any) -> None:
     started = time.monotonic()
     assert batches(Processes(), three.name) == [[-signal.SIGTERM] * 2] * 3
     assert time.monotonic() - started < 300  # they sleep for 600 s
 
 
+@pytest.mark.shows("processes and pools that samples start have Python's own signal handlers")
 def test_a_pool_of_a_sample_comes_to_its_end(three: Any) -> None:
     assert batches(Pools(), three.name) == [[[0, 0], [1, 1]], [[2, 2], [3, 3]], [[4, 4], [5, 5]]]
 

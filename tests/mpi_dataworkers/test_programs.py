@@ -219,6 +219,7 @@ def other(): return "other"
 """
 
 
+@pytest.mark.shows("what is registered for torch's `default_collate`, settings of torch and the umask travel")
 def test_data_workers_see_what_the_program_has_set(service: Any, start: Any, tmp_path: Path) -> None:
     service.start_workers()
     program = start(SETTINGS, tmp_path / "one", service.name, data__py=DATA, config__py=CONFIG)

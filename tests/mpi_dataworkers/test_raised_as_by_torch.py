@@ -12,6 +12,7 @@ from hetstream.mpi_dataworkers.hook import environment
 PROGRAM = Path(__file__).parent / "programs" / "raising.py"
 
 
+@pytest.mark.shows("a StopIteration of user code is an error of `hetstream.DataLoader`")
 @pytest.mark.parametrize(
     ("part", "local"),
     [

@@ -187,6 +187,7 @@ def found(name: str) -> list[str]:
     return ["all" if share == 1 else "none" if share == 0 else "some" for share in alike]
 
 
+@pytest.mark.shows("random numbers agree and differ where they do with torch, also in Lightning and transformers")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PROPERTIES]
 )
@@ -200,6 +201,7 @@ def test_runs_have_the_same_numbers_where_they_have_them_with_torch(
         assert found(name) == expected, "in process"
 
 
+@pytest.mark.shows("random numbers agree and differ where they do with torch, also in Lightning and transformers")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
     "num_workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)]

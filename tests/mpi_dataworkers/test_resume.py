@@ -125,6 +125,8 @@ def check_moment(make: Make, calls: int, whole: list[tuple[bytes, list[int]]]) -
     third.close()
 
 
+@pytest.mark.shows("a resumed run with shuffling and random transforms is the uninterrupted one")
+@pytest.mark.shows("a run that was resumed from any state gives what the uninterrupted run gives; the state is JSON")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_continuing_equals_the_uninterrupted_run(order: str, moment: str) -> None:
@@ -137,6 +139,7 @@ def test_continuing_equals_the_uninterrupted_run(order: str, moment: str) -> Non
     check_moment(make, MOMENTS[moment], take(make(), 24))
 
 
+@pytest.mark.shows("a run that was resumed from any state gives what the uninterrupted run gives; the state is JSON")
 def test_continuing_a_stream_equals_the_uninterrupted_run(service: Any) -> None:
     service.start_workers(1)
     for order in ("shuffled", "global", "RandomSampler"):
@@ -150,6 +153,7 @@ def test_continuing_a_stream_equals_the_uninterrupted_run(service: Any) -> None:
         check_moment(make, MOMENTS["middle" if order == "global" else "next epoch"], whole)
 
 
+@pytest.mark.shows("the state counts what was yielded; `torch.distributed.checkpoint` keeps it")
 def test_local_processes_are_ahead_of_the_state() -> None:
     def make() -> DataLoader:
         return DataLoader(
@@ -186,6 +190,7 @@ def global_steps(loaders: list[DataLoader], num_steps: int) -> list[list[tuple[b
     return steps
 
 
+@pytest.mark.shows("a state of four ranks continues with 1, 2, 3 or 8 in the same global order")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_a_state_of_four_ranks_continues_with_any_number_in_the_same_global_order(world_size: int) -> None:
     whole = global_steps(ranks(1, global_batch_size=24), 9)
@@ -225,6 +230,7 @@ def test_a_global_batch_size_that_cannot_be_divided_is_refused(options: dict[str
 # --- what a state is ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("a state has less than 1 KB for 10 million samples, and resuming reads nothing again")
 def test_the_state_of_ten_million_samples_is_small_and_continues_at_once() -> None:
     loader = DataLoader(datasets.Augmented(10_000_000), batch_size=100, shuffle=True)
     state = loader.state_dict() | {"step": 90_000}
@@ -236,6 +242,7 @@ def test_the_state_of_ten_million_samples_is_small_and_continues_at_once() -> No
     assert time.process_time() - started < 0.5, "nothing is replayed; benchmarks/resume.py measures it"
 
 
+@pytest.mark.shows("foreign, stale and damaged states are refused, all differences named")
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -260,6 +267,7 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
         DataLoader(datasets.Augmented(40)).load_state_dict(state)
 
 
+@pytest.mark.shows("foreign, stale and damaged states are refused, all differences named")
 def test_foreign_states_are_refused_with_all_differences() -> None:
     state = DataLoader(datasets.Augmented(40), batch_size=8, shuffle=True, seed=1).state_dict()
     with pytest.raises(StateError) as caught:
@@ -276,6 +284,7 @@ def test_foreign_states_are_refused_with_all_differences() -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.shows("foreign, stale and damaged states are refused, all differences named")
 def test_a_dataset_with_a_fingerprint_is_told_apart_by_it() -> None:
     first, second = datasets.Augmented(40), datasets.Augmented(40)
     first.fingerprint, second.fingerprint = "aaa", "bbb"  # type: ignore[attr-defined]
@@ -379,6 +388,7 @@ def expected_steps(rank: int, world_size: int) -> list[Any]:
     return [[ids.tolist(), values.sum().item()] for values, ids in loader]
 
 
+@pytest.mark.shows("a trainer continues at its checkpoint: batches behind it come again, others never do")
 def test_a_killed_trainer_continues_at_its_checkpoint(service: Any, run_program: RunProgram) -> None:
     service.start_workers(1)
     killed = run_program(TRAINER, service.directory, "13", HETSTREAM_SERVICE=service.name)
@@ -389,6 +399,8 @@ def test_a_killed_trainer_continues_at_its_checkpoint(service: Any, run_program:
     assert json.loads((service.directory / "ledger.0").read_text()) == expected_steps(0, 1)
 
 
+@pytest.mark.shows("a restarted rank rejoins at its round")
+@pytest.mark.shows("ranks never wait for one another in the loader; a rank that restarts goes on at its step")
 def test_a_killed_rank_rejoins_at_its_step_and_stops_nobody(service: Any, run_program: RunProgram) -> None:
     service.start_workers(1)
 
@@ -449,6 +461,7 @@ def checkpointed(run_program: RunProgram, tmp_path_factory: pytest.TempPathFacto
     return directory
 
 
+@pytest.mark.shows("the state counts what was yielded; `torch.distributed.checkpoint` keeps it")
 @pytest.mark.parametrize("order", DCP_ORDERS)
 def test_torchs_distributed_checkpoint_keeps_the_loader(checkpointed: Path, order: str) -> None:
     assert [json.loads((checkpointed / f"{order}.{rank}").read_text()) for rank in range(2)] == [True, True]

@@ -46,6 +46,7 @@ def rounds_of(buckets: list[int], batch_size: int, world_size: int, drop_last: b
 elements = st.lists(st.integers(0, 4), max_size=150)
 
 
+@pytest.mark.shows("each round of like length is a function of (lengths, seed, epoch, step)")
 @given(elements, st.integers(1, 5), st.integers(1, 5), st.booleans())
 def test_rounds_lose_and_repeat_nothing(buckets: list[int], batch_size: int, world_size: int, drop_last: bool) -> None:
     if 0 < len(buckets) < world_size and not drop_last:
@@ -74,6 +75,7 @@ def test_rounds_lose_and_repeat_nothing(buckets: list[int], batch_size: int, wor
             assert arrived == sorted(arrived)
 
 
+@pytest.mark.shows("a step has one bucket of lengths; what fills no round is mixed at the end")
 def test_leftovers_fewer_than_ranks_are_divided_with_the_last_round() -> None:
     assert rounds_of([0] * 8 + [1], 4, 2, False) == [[[0, 1], [2, 3]], [[4, 5], [6, 7, 8]]]
     assert rounds_of([0] * 8 + [1, 2], 4, 2, False) == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], [9]]]
@@ -175,6 +177,9 @@ def read(loaders: list[DataLoader], after: Callable[[int], None] = lambda number
     return rounds
 
 
+@pytest.mark.shows("a step has one bucket of lengths; what fills no round is mixed at the end")
+@pytest.mark.shows("each round of like length is a function of (lengths, seed, epoch, step)")
+@pytest.mark.shows("finite data read by length ends at one step for all ranks; too few elements are an error")
 def test_all_ranks_read_rounds_of_one_bucket_and_end_together(ranks: Any) -> None:
     streamed, local = ranks(), ranks(service=None)
     assert read(streamed) == read(local)
@@ -182,6 +187,7 @@ def test_all_ranks_read_rounds_of_one_bucket_and_end_together(ranks: Any) -> Non
     assert [loader.stats()["local_steps"] for loader in streamed] == [0, 0]
 
 
+@pytest.mark.shows("rounds of like length never mix when data workers come, go or are killed")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_data_worker_killed_in_mid_shard_mixes_and_loses_nothing(
     service: Any, ranks: Any, tmp_path: Path, processes: int
@@ -194,6 +200,7 @@ def test_a_data_worker_killed_in_mid_shard_mixes_and_loses_nothing(
     assert int(flag.read_text()) != os.getpid()
 
 
+@pytest.mark.shows("rounds of like length do not mix when the dispatcher restarts")
 def test_a_dispatcher_killed_in_mid_shard_mixes_and_loses_nothing(service: Any, ranks: Any) -> None:
     service.start_workers(2)
 
@@ -207,6 +214,7 @@ def test_a_dispatcher_killed_in_mid_shard_mixes_and_loses_nothing(service: Any, 
     assert service.log("dispatcher").count("dispatcher ready") == 3
 
 
+@pytest.mark.shows("a restarted rank rejoins at its round")
 def test_a_rank_that_restarts_rejoins_at_its_round(ranks: Any) -> None:
     expected = [one[1] for one in read(ranks(service=None))]
     first, second = ranks()
@@ -220,6 +228,7 @@ def test_a_rank_that_restarts_rejoins_at_its_round(ranks: Any) -> None:
     assert [(values.numpy().tobytes(), ids.tolist()) for values, ids in second] == expected[20:]
 
 
+@pytest.mark.shows("finite data read by length ends at one step for all ranks; too few elements are an error")
 def test_a_shard_with_fewer_elements_than_ranks_is_refused_with_what_to_do(ranks: Any) -> None:
     for loader in ranks(datasets.Log(4), service=None):
         with pytest.raises(PipelineError, match=r"a shard has 1 elements for 2 ranks.*drop_last=True"):
@@ -227,6 +236,7 @@ def test_a_shard_with_fewer_elements_than_ranks_is_refused_with_what_to_do(ranks
     assert [list(loader) for loader in ranks(datasets.Log(4), service=None, drop_last=True)] == [[], []]
 
 
+@pytest.mark.shows("`lengths` needs `bucket_boundaries`, and `rank` needs `world_size`")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

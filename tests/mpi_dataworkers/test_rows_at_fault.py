@@ -40,6 +40,7 @@ def test_a_length_below_zero_is_named_with_its_sample(loaders: Any, three: Any, 
         assert f"sample {BAD}:" in str(caught.value)
 
 
+@pytest.mark.shows("a row at fault is told with sample, file and line")
 def test_a_length_below_zero_is_named_with_its_file(loaders: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows\x1b[31m\n.csv"
     path.write_text("number\n" + "".join(f"{number}\n" for number in range(40)))
@@ -59,6 +60,7 @@ class Rows(IterableDataset[Any]):
         return map(self.table.__getitem__, range(len(self.table)))
 
 
+@pytest.mark.shows('a row at fault is named with its file, and with `on_error="skip"` it alone is left out')
 @pytest.mark.parametrize("place", ["data workers", "in process"])
 def test_a_length_below_zero_in_a_stream_is_named_with_its_file(
     loaders: Any, three: Any, tmp_path: Path, place: str
@@ -72,6 +74,7 @@ def test_a_length_below_zero_in_a_stream_is_named_with_its_file(
         list(loader)
 
 
+@pytest.mark.shows('a row at fault is named with its file, and with `on_error="skip"` it alone is left out')
 @pytest.mark.parametrize("place", ["data workers", "in process"])
 def test_of_a_group_of_rows_only_those_that_cannot_be_used_are_left_out(
     loaders: Any, three: Any, tmp_path: Path, place: str
@@ -96,6 +99,7 @@ def test_of_a_group_of_rows_only_those_that_cannot_be_used_are_left_out(
         list(loaders(dataset, collate_fn=len, **options))
 
 
+@pytest.mark.shows("a row at fault is told with sample, file and line")
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_only_the_sample_at_fault_is_left_out(loaders: Any, is_sorted: bool) -> None:
     def in_order(rows: list[int]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def ids_of(batches: list[tuple[bytes, list[int]]]) -> list[int]:
     return [index for _, ids in batches for index in ids]
 
 
+@pytest.mark.shows("dynamic sharding gives each element once, also with fewer elements than data workers")
+@pytest.mark.shows("without a cluster the loader makes the same bytes in process")
 @pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize("processes", [1, 3])
 def test_streamed_epochs_equal_local_epochs_byte_for_byte(service: Any, loaders: Any, processes: int) -> None:
@@ -56,6 +58,7 @@ def test_streamed_epochs_equal_local_epochs_byte_for_byte(service: Any, loaders:
     assert len(streamed) == len(batches)
 
 
+@pytest.mark.shows("the last, partial batch comes, or `drop_last` leaves it out")
 @pytest.mark.parametrize(
     "options",
     [
@@ -95,10 +98,12 @@ def test_without_batches_the_samplers_lists_are_the_datasets_indices(three: Any,
     assert streamed.stats()["local_steps"] == 0
 
 
+@pytest.mark.shows("`__getitems__`, IterableDataset with `get_worker_info()` and datasets with a state work")
 def test_a_dataset_that_reads_batches_at_once(three: Any, loaders: Any) -> None:
     assert as_bytes(loaders(datasets.InBatches(50), service=three.name)) == as_bytes(loaders(datasets.InBatches(50)))
 
 
+@pytest.mark.shows("dynamic sharding gives each element once, also with fewer elements than data workers")
 @pytest.mark.parametrize("length", [0, 1, 7])
 def test_tiny_datasets_end(three: Any, loaders: Any, length: int) -> None:
     loader = loaders(datasets.Augmented(length), service=three.name, shuffle=False)
@@ -106,6 +111,7 @@ def test_tiny_datasets_end(three: Any, loaders: Any, length: int) -> None:
         assert ids_of(as_bytes(loader)) == list(range(length))
 
 
+@pytest.mark.shows("what a lost data worker had not delivered is leased anew; what had arrived is not made again")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_data_worker_lost_in_mid_epoch_costs_nothing(
     service: Any, loaders: Any, tmp_path: Path, number: signal.Signals
@@ -117,6 +123,7 @@ def test_a_data_worker_lost_in_mid_epoch_costs_nothing(
     check_that_a_lost_worker_costs_nothing(loader, reference, flag, number)
 
 
+@pytest.mark.shows("a data worker that is killed in mid-shard costs nothing, and its leases are free at once")
 def test_the_death_of_a_whole_data_worker_is_seen_at_once(service: Any, loaders: Any) -> None:
     service.start_workers(1)
     victim = service.start_workers(2)
@@ -134,6 +141,7 @@ def test_the_death_of_a_whole_data_worker_is_seen_at_once(service: Any, loaders:
     assert "silent" not in log
 
 
+@pytest.mark.shows("the dispatcher may restart before, within and between epochs")
 def test_a_dispatcher_killed_in_mid_epoch_comes_back_where_it_was(service: Any, loaders: Any, wait_until: Any) -> None:
     service.start_workers(2)
     loader = loaders(datasets.Augmented(800), service=service.name)
@@ -186,6 +194,7 @@ def test_many_signals_end_a_process_as_one_does(service: Any) -> None:
     assert (service.directory / "work" / "summary.json").exists()
 
 
+@pytest.mark.shows("a data worker that joins serves in the same epoch")
 def test_workers_that_come_later_take_over(service: Any, loaders: Any) -> None:
     loader = loaders(datasets.Where(20_000), service=service.name, shuffle=False)
     places, ids = [], []
@@ -200,6 +209,8 @@ def test_workers_that_come_later_take_over(service: Any, loaders: Any) -> None:
     assert places[-1][1] == 0, "get_worker_info() in the data worker"
 
 
+@pytest.mark.shows("an iteration may be left early and begun again, and `close()` may be called twice")
+@pytest.mark.shows("each iteration is the next epoch, with an order of its own, unless `set_epoch` chooses one")
 def test_leaving_the_loop_early_and_iterating_again(three: Any, loaders: Any) -> None:
     loader = loaders(datasets.Augmented(400), service=three.name)
     first = next(iter(loader))
@@ -209,6 +220,7 @@ def test_leaving_the_loop_early_and_iterating_again(three: Any, loaders: Any) ->
     assert sorted(ids_of(as_bytes(loader))) == list(range(400))
 
 
+@pytest.mark.shows("ten epochs in a row are whole, and two iterators of one loader do not disturb each other")
 def test_two_iterators_of_one_loader_are_independent(three: Any, loaders: Any) -> None:
     loader = loaders(datasets.Augmented(64), service=three.name)
     pairs = list(zip(loader, loader, strict=True))
@@ -220,6 +232,7 @@ def test_two_iterators_of_one_loader_are_independent(three: Any, loaders: Any) -
 # --- state ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("a state of four ranks continues with 1, 2, 3 or 8 in the same global order")
 def test_state_taken_in_mid_epoch_continues_there_with_other_workers(service: Any, loaders: Any) -> None:
     service.start_workers(1)
     whole = as_bytes(loaders(datasets.Augmented(200)))
@@ -237,6 +250,7 @@ def test_state_taken_in_mid_epoch_continues_there_with_other_workers(service: An
     assert ids_of(as_bytes(resumed)) != ids_of(whole), "then comes the next epoch, whole"
 
 
+@pytest.mark.shows("a state that is saved after an exception goes on behind the step that raised")
 def test_state_after_a_caught_exception_counts_the_failed_step() -> None:
     loader, other = (DataLoader(datasets.Poisoned(64), batch_size=8) for _ in range(2))
     passing = iter(loader)
@@ -252,6 +266,8 @@ def test_state_after_a_caught_exception_counts_the_failed_step() -> None:
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("a step that fails is tried elsewhere, then raised, skipped or put in quarantine, never in silence")
+@pytest.mark.shows("what cannot be pickled is named; remote exceptions keep type and traceback")
 def test_an_exception_in_user_code_keeps_its_type_and_names_the_sample(three: Any, loaders: Any) -> None:
     loader = loaders(datasets.Poisoned(100), service=three.name, shuffle=False)
     passing = iter(loader)
@@ -275,6 +291,7 @@ def test_user_errors_in_the_trainer_itself_are_raised_at_their_step(service: Any
     assert len(list(passing)) == 3
 
 
+@pytest.mark.shows("once the service is lost, every call raises")
 def test_a_lost_service_is_never_the_end_of_an_epoch(service: Any, loaders: Any) -> None:
     loader = loaders(datasets.Augmented(800), service=service.name, job_name="mine")
     passing = iter(loader)
@@ -307,6 +324,7 @@ def test_an_object_that_cannot_be_rebuilt_here_is_an_error_at_its_step(three: An
         next(iter(loader))
 
 
+@pytest.mark.shows("a dataset of 6 MiB reaches a data worker that comes later")
 def test_a_dataset_larger_than_a_frame_reaches_the_data_workers(three: Any, loaders: Any) -> None:
     dataset = datasets.Augmented(16)
     dataset.table = os.urandom(3 * CONTROL_FRAME_BYTES + 5)
@@ -361,6 +379,7 @@ def test_a_loader_for_each_epoch_leaves_nothing_behind(three: Any, wait_until: A
     wait_until(lambda: threading.active_count() == before, what="the end of the loaders' threads")
 
 
+@pytest.mark.shows("what cannot be pickled is named; remote exceptions keep type and traceback")
 def test_an_unpicklable_dataset_is_named(three: Any) -> None:
     with pytest.raises(PipelineError, match=r"dataset\.transform\['crop'\]\.lock \(_thread\.lock\) cannot be pickled"):
         DataLoader(datasets.Holding(10), service=three.name)
@@ -424,6 +443,7 @@ def test_a_dataset_of_another_length_in_the_data_worker_is_refused(service: Any,
         list(passing)
 
 
+@pytest.mark.shows("one name with another policy or pipeline is refused, and the difference is named")
 def test_one_job_name_with_two_datasets_is_refused(service: Any, run_program: RunProgram) -> None:
     program = """
 import sys, subprocess
@@ -439,6 +459,7 @@ with DataLoader(Augmented(int(sys.argv[1])), batch_size=8, job_name="mine"):
     assert result.returncode == 1
 
 
+@pytest.mark.shows("the ranks of one job name divide one stream; other names are independent")
 def test_a_rank_that_is_started_twice_goes_on_in_the_newer_process(service: Any, run_program: RunProgram) -> None:
     program = """
 import sys, subprocess
@@ -511,6 +532,7 @@ def test_a_second_dispatcher_on_one_directory_is_refused(service: Any, wait_unti
     assert f"is in use by the dispatcher with process id {first.pid}" in service.log("dispatcher")
 
 
+@pytest.mark.shows("damaged state is refused, the file named; a torn last record is dropped")
 def test_damaged_state_is_refused_and_named(service: Any, wait_until: Any) -> None:
     wait_until(service.address_file.exists)
     service.kill_dispatcher()
@@ -521,6 +543,7 @@ def test_damaged_state_is_refused_and_named(service: Any, wait_until: Any) -> No
     assert "journal.sqlite cannot be used" in service.log("dispatcher")
 
 
+@pytest.mark.shows("a dispatcher needs a work directory: there is always a journal")
 def test_a_dispatcher_needs_a_work_dir() -> None:
     command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "dispatcher", "--bind", "tcp://127.0.0.1:0"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -531,6 +554,7 @@ def test_a_dispatcher_needs_a_work_dir() -> None:
 # --- what is left, how long it takes --------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("a data worker that is killed in mid-shard costs nothing, and its leases are free at once")
 def test_a_lost_data_worker_holds_up_the_trainer_for_seconds_at_most(service: Any, loaders: Any) -> None:
     """A second is the goal of `make bench-kill`; 4 s would be a lease's time-out, a loaded machine may add to it."""
     service.start_workers(1)
@@ -560,6 +584,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.shows("after SIGKILL no process, port, socket name or shared memory is left")
 def test_nothing_remains_of_what_was_killed(service: Any, tmp_path: Path, wait_until: Any) -> None:
     """Files in /dev/shm are looked for after every test."""
     worker = service.start_workers(2)
@@ -586,6 +611,7 @@ def test_nothing_remains_of_what_was_killed(service: Any, tmp_path: Path, wait_u
     assert not [port for port in ports if port in Path("/proc/net/tcp").read_text()], "a socket that listens"
 
 
+@pytest.mark.shows("with `shm` and no data worker on the host the loader makes the steps itself, and says so")
 def test_where_no_transport_reaches_the_loader_works_itself(
     service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -766,6 +792,7 @@ def test_two_hooks_of_hetstream_run_each_other_once_and_the_sites(tmp_path: Path
         assert (done.stdout, done.stderr) == ("the site ran\nthe program ran\n", "")
 
 
+@pytest.mark.shows("an iteration may be left early and begun again, and `close()` may be called twice")
 def test_a_program_that_does_not_close_its_loader_ends_at_once(service: Any, run_program: RunProgram) -> None:
     program = """
 import time
@@ -786,6 +813,7 @@ atexit.register(connection._close_connections)
     assert (result.returncode, result.stdout, result.stderr) == (0, "ended in True\n", "")
 
 
+@pytest.mark.shows("a process that comes before the others waits for them, 30 s at most")
 def test_no_dispatcher_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetstream.mpi_dataworkers.loader.process_connection.CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(ServiceUnavailable, match=r"nowhere did not appear within 0\.2 s\. Is the dispatcher running"):
@@ -829,6 +857,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.shows("the ranks of one job name divide one stream; other names are independent")
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ddp_ranks_share_each_epoch_and_end_together(service: Any, run_program: RunProgram, ranks: int) -> None:
     service.start_workers(2)

@@ -17,6 +17,7 @@ def test_permute_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     assert sorted(order.tolist()) == list(range(n))
 
 
+@pytest.mark.shows("each iteration is the next epoch, with an order of its own, unless `set_epoch` chooses one")
 def test_permute_differs_by_seed_and_epoch_and_is_seekable() -> None:
     n = 10_000_000
     tail = permute(np.arange(n - 5, n), n, 7, 3)
@@ -33,6 +34,7 @@ def test_permute_spreads_evenly() -> None:
     assert ((counts - epochs / n) ** 2 / (epochs / n)).sum() < 37.7
 
 
+@pytest.mark.shows("the last, partial batch comes, or `drop_last` leaves it out")
 @settings(deadline=None)
 @given(
     n=st.integers(0, 400),
@@ -69,6 +71,7 @@ def test_global_order_does_not_depend_on_the_world_size() -> None:
         assert split.tolist() == one.indices(step).tolist()
 
 
+@pytest.mark.shows("the place in the data is right after a resize within an epoch")
 @settings(deadline=None)
 @given(
     n=st.integers(0, 300),

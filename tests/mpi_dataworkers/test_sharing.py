@@ -77,6 +77,7 @@ def alone() -> Callable[[Any], Batches]:
     return read
 
 
+@pytest.mark.shows("with `sharing` a second job sees what the first saw, also shuffled")
 @pytest.mark.parametrize("processes", [1, 3])
 def test_three_jobs_in_step_compute_each_sample_once(
     service: Any, jobs: Any, alone: Any, tmp_path: Path, processes: int
@@ -96,6 +97,8 @@ def test_three_jobs_in_step_compute_each_sample_once(
     assert not any(one["repeated_steps"] or one["skipped_steps"] for one in stats)
 
 
+@pytest.mark.shows("the ranks of one job name divide one stream; other names are independent")
+@pytest.mark.shows("with `sharing` a second job sees what the first saw, also shuffled")
 def test_jobs_do_not_share_unless_they_are_told_to(service: Any, jobs: Any, tmp_path: Path) -> None:
     service.start_workers()
     log = tmp_path / "read"
@@ -114,6 +117,7 @@ def test_jobs_with_another_order_do_not_share(service: Any, jobs: Any, tmp_path:
     assert one.stats()["shared_steps"] == two.stats()["shared_steps"] == 0
 
 
+@pytest.mark.shows("a slow job skips batches with `window` and still gets as many as an epoch has")
 def test_a_slow_job_gets_every_batch_and_what_had_to_be_made_again_is_counted(
     service: Any, jobs: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +134,7 @@ def test_a_slow_job_gets_every_batch_and_what_had_to_be_made_again_is_counted(
     assert slow.stats()["skipped_steps"] == fast.stats()["skipped_steps"] == 0
 
 
+@pytest.mark.shows("a slow job skips batches with `window` and still gets as many as an epoch has")
 def test_in_window_mode_a_slow_job_skips_and_still_gets_its_count(
     service: Any, jobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +156,7 @@ def test_in_window_mode_a_slow_job_skips_and_still_gets_its_count(
         del left
 
 
+@pytest.mark.shows("twenty jobs that read in step share each batch")
 def test_twenty_jobs_read_the_same_in_step(service: Any, jobs: Any, alone: Any, tmp_path: Path) -> None:
     service.start_workers(2)
     log = tmp_path / "read"
@@ -159,6 +165,7 @@ def test_twenty_jobs_read_the_same_in_step(service: Any, jobs: Any, alone: Any, 
     assert len(log.read_text().split()) == 80
 
 
+@pytest.mark.shows("sharing goes on when data workers and the dispatcher restart")
 def test_sharing_survives_the_death_of_a_data_worker_and_of_the_dispatcher(
     service: Any, jobs: Any, alone: Any, tmp_path: Path
 ) -> None:
@@ -181,6 +188,7 @@ def test_a_job_that_dies_does_not_disturb_the_others(service: Any, jobs: Any, al
     assert seen + [as_bytes(batch) for batch in passing] == alone(datasets.Augmented(400))
 
 
+@pytest.mark.shows("`buffer_bytes` bounds the loader's memory, `HETSTREAM_CACHE_BYTES` the data worker's")
 def test_the_cache_of_a_data_worker_is_bounded(service: Any, jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETSTREAM_CACHE_BYTES", str(8 << 20))
     monkeypatch.setenv("HETSTREAM_BUFFER_BYTES", str(4 << 20))
@@ -271,6 +279,7 @@ def test_two_runs_of_a_program_share(service: Any, tmp_path: Path) -> None:
     assert 200 <= len((tmp_path / "computed").read_text()) < 300, "400 if they did not share"
 
 
+@pytest.mark.shows("sharing goes on when data workers and the dispatcher restart")
 def test_in_window_mode_jobs_get_their_count_through_every_death(service: Any, jobs: Any, tmp_path: Path) -> None:
     service.start_workers(2)
     flag = tmp_path / "struck"
@@ -292,6 +301,7 @@ def test_programs_in_different_directories_do_not_share(tmp_path: Path, monkeypa
     assert len(found) == 2, "a relative path in the dataset would be another file"
 
 
+@pytest.mark.shows("two loaders with one `pipeline_name` have one pipeline; a dataset of another structure is refused")
 def test_pipelines_can_be_named(service: Any, jobs: Any, tmp_path: Path) -> None:
     service.start_workers()
     one, two = (jobs(datasets.Logged(40, tmp_path / name), pipeline_name="mine") for name in ("a", "b"))

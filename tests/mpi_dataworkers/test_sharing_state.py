@@ -210,6 +210,7 @@ def test_jobs_that_do_not_share_get_equal_shares_of_the_workers() -> None:
     assert abs(done["a"] - done["b"]) <= 16
 
 
+@pytest.mark.shows("two loaders with one `pipeline_name` have one pipeline; a dataset of another structure is refused")
 def test_one_pipeline_name_for_two_pipelines_is_refused() -> None:
     state = DispatcherState(1, 0.0)
     one = {"pipeline_name": "images", "dataset": "A", "length": "10"}

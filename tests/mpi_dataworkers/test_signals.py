@@ -155,6 +155,7 @@ def expected_of_program(number: signal.Signals) -> int:
     return -number
 
 
+@pytest.mark.shows("an iteration may be left early and begun again, and `close()` may be called twice")
 @INTERRUPTED
 def test_a_training_program_ends_in_every_phase(
     service: Any, start: Any, number: signal.Signals, tmp_path: Path, wait_until: Any
@@ -242,6 +243,7 @@ for batch in DataLoader(Heavy(4_000_000), batch_size=1, job_name=sys.argv[1]):
 GENEROUS_S = 4.5
 
 
+@pytest.mark.shows("an iteration may be left early and begun again, and `close()` may be called twice")
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_reads_are_cut_at_gaps_only(rows: list[int], max_gap: int) -> None:
     assert all(b[0] - a[-1] - 1 > max_gap for a, b in itertools.pairwise(found))
 
 
+@pytest.mark.shows("`Hdf5Dataset` reads each chunk once and gives h5py's samples in any layout")
 @given(st.sets(st.integers(0, 300)).map(sorted), st.integers(1, 40), st.integers(0, 50))
 def test_no_compressed_chunk_is_read_twice_or_for_nothing(rows: list[int], chunk_rows: int, max_gap: int) -> None:
     found = pieces(_RunRule(1, chunk_rows, chunk_rows, max_gap), rows)
@@ -121,6 +122,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.shows("`Hdf5Dataset` reads each chunk once and gives h5py's samples in any layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_are_those_of_h5py_in_any_layout(tmp_path: Path, layout: str) -> None:
     data = np.random.default_rng(0).integers(0, 1 << 60, (200, 4, 6))
@@ -322,6 +324,7 @@ def test_a_virtual_dataset_with_all_its_parts_is_read(tmp_path: Path) -> None:
     assert [float(row[0]) for row in Hdf5Dataset(virtual(tmp_path), "x")] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.shows("`Hdf5Dataset` reads each chunk once and gives h5py's samples in any layout")
 def test_missing_parts_of_a_virtual_dataset_are_an_error(tmp_path: Path) -> None:
     """HDF5 itself gives fill values for them, without a word."""
     whole = virtual(tmp_path)

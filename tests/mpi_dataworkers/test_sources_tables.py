@@ -91,6 +91,8 @@ def test_rows_of_several_groups_make_a_batch_in_their_order(parquet: Path) -> No
         collate_rows([{"x": 1}])  # type: ignore[list-item]
 
 
+@pytest.mark.shows("Parquet and CSV files are read a row group at a time")
+@pytest.mark.shows("rows of Parquet and CSV files are samples as any others, and a loader goes on where it was")
 def test_each_group_is_read_once_by_its_sampler(parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = ParquetDataset(parquet, TYPES, cached_groups=2)
     sampler = RowGroupSampler(dataset, seed=3, together=2)
@@ -149,6 +151,7 @@ def test_hostile_parquet_files(parquet: Path, tmp_path: Path) -> None:
         ParquetDataset(bad, {"row": "int64"})[0]
 
 
+@pytest.mark.shows("Parquet and CSV files are read a row group at a time")
 def test_a_damaged_parquet_file_gives_rows_or_one_error_with_its_name(parquet: Path, tmp_path: Path) -> None:
     """Bytes that are no text in the name of a column, sizes below 0, pages that are none: whatever was there before."""
     whole, bad, draw = parquet.read_bytes(), tmp_path / "bad.parquet", random.Random(2)
@@ -275,6 +278,7 @@ def test_a_file_that_changes_is_told(parquet: Path, tmp_path: Path) -> None:
         pickle.loads(pickle.dumps(dataset))[0]
 
 
+@pytest.mark.shows("Parquet and CSV files are read a row group at a time")
 def test_a_row_of_csv(tmp_path: Path) -> None:
     text = 'id,note,x,c\r\n1,"a, ""b""\r\nc",0.5,ff\r\n2,,,ffffffffffffffff\r\n-3,"\n\n",1e400,0'
     dataset = CsvDataset(
@@ -357,6 +361,7 @@ def test_a_field_of_nul_is_not_a_missing_one_and_a_long_one_takes_no_memory(tmp_
         dataset[rows + 1]
 
 
+@pytest.mark.shows("rows of Parquet and CSV files are samples as any others, and a loader goes on where it was")
 def test_a_loader_streams_rows_and_goes_on_where_it_was(tmp_path: Path, parquet: Path) -> None:
     dataset = ParquetDataset(parquet, TYPES, cached_groups=4)
 

@@ -39,6 +39,7 @@ def staged(three: Any) -> Iterator[Any]:
     return three
 
 
+@pytest.mark.shows("two stages of data workers make what one process makes; each has its controller")
 @pytest.mark.parametrize(
     "options",
     [
@@ -139,6 +140,7 @@ OF_HOLDERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.shows("data workers of either stage may be killed at each point of the protocol")
 def test_a_data_worker_of_either_stage_may_die_at_every_point(
     service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -217,6 +219,7 @@ def start_with_stops(
     return flags
 
 
+@pytest.mark.shows("data workers of either stage may be killed at each point of the protocol")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_data_workers_of_both_stages_may_stop_for_ten_seconds_at_every_point(

@@ -108,6 +108,7 @@ PATTERNS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 
 
+@pytest.mark.shows("a run that was resumed from any state gives what the uninterrupted run gives; the state is JSON")
 @pytest.mark.parametrize(("pattern", "num_workers"), [*((one, 0) for one in PATTERNS), ("after the end", 1)])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_the_same_calls_continue_at_the_same_batch(pattern: str, num_workers: int) -> None:

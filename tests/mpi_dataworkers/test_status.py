@@ -253,6 +253,7 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETSTREAM_METRICS_PORT", "0")
 
 
+@pytest.mark.shows("what happens can be seen by `stats()`, status, events and Prometheus")
 def test_a_running_service_is_asked_scraped_and_survives_its_dispatchers_death(
     metered: None, service: Any, wait_until: Callable[..., None]
 ) -> None:

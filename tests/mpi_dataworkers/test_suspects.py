@@ -28,6 +28,7 @@ def makers(log: Path) -> Counter[str]:
     return Counter(log.read_text().splitlines())
 
 
+@pytest.mark.shows("the kernel ends the process that runs user code before its parent")
 def test_who_runs_user_code_goes_first(service: Any, wait_until: WaitUntil) -> None:
     service.start_workers(1)
     pid = service.workers[0].pid
@@ -42,6 +43,7 @@ def test_who_runs_user_code_goes_first(service: Any, wait_until: WaitUntil) -> N
     assert points(pid) < 1000
 
 
+@pytest.mark.shows("the kernel ends the process that runs user code before its parent")
 def test_a_step_that_ends_whole_data_workers_is_left_out_or_raised_and_the_trainer_goes_on(
     service: Any, loaders: Any, tmp_path: Path
 ) -> None:
@@ -65,6 +67,7 @@ def test_a_step_that_ends_whole_data_workers_is_left_out_or_raised_and_the_train
     assert "trainer" not in makers(tmp_path / "again")
 
 
+@pytest.mark.shows("the kernel ends the process that runs user code before its parent")
 def test_under_the_hook_it_is_the_error_of_its_step(service: Any, tmp_path: Path, monkeypatch: Any) -> None:
     service.start_workers(1)
     with hooked(service.name, monkeypatch):

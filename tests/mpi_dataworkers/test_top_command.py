@@ -35,6 +35,7 @@ def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([HETSTREAM, *words], capture_output=True, text=True, timeout=60, check=False, **options)
 
 
+@pytest.mark.shows("what happens can be seen by `stats()`, status, events and Prometheus")
 def test_top_and_events_show_a_running_service(service: Any) -> None:
     service.start_workers()
     with DataLoader(datasets.Augmented(64), batch_size=4, service=service.name, job_name="shown") as loader:
@@ -71,6 +72,7 @@ def service_of_job(service_in: Any, tmp_path: Path) -> Iterator[Any]:
     running.stop()
 
 
+@pytest.mark.shows("`util` counts allocated and effective hours, and says what is not measured")
 def test_a_running_job_tells_how_long_its_trainers_wait(service_of_job: Any, tmp_path: Path, wait_until: Any) -> None:
     service = service_of_job
     job = Job(7, "train", "me", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, uid=os.geteuid(), work_dir=str(tmp_path))

@@ -77,6 +77,7 @@ def test_data_workers_send_it(three: Any, loaders: Any) -> None:
         assert_same(batch["sparse"], expected["sparse"])
 
 
+@pytest.mark.shows("jagged features come out as a KeyedJaggedTensor, which torchrec looks up")
 def test_torchrec_looks_its_ids_up() -> None:
     """Sums of the rows of embedding tables, as one computes them by hand."""
     torch.manual_seed(0)

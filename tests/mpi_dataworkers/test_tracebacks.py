@@ -107,6 +107,7 @@ FRAMES = {
 }
 
 
+@pytest.mark.shows("errors read as in torch, a `KeyError` in lines, with file and line of the script")
 @pytest.mark.parametrize("name", FRAMES)
 def test_an_error_reads_as_torch_shows_it(raised: Any, name: str) -> None:
     of_torch, ours = raised[name]
@@ -118,6 +119,7 @@ def test_an_error_reads_as_torch_shows_it(raised: Any, name: str) -> None:
     assert max(map(len, ours[1].splitlines())) < 250, "it is in lines"
 
 
+@pytest.mark.shows("errors read as in torch, a `KeyError` in lines, with file and line of the script")
 def test_a_key_error_is_told_in_lines(raised: Any) -> None:
     for name, kind, key in (("lookup", "KeyError", "'missing'"), ("missing", "Missing", "'key 7'")):
         assert raised[name][1][2]

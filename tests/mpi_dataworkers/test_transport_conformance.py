@@ -187,6 +187,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+@pytest.mark.shows("a batch of any structure and type arrives bit for bit on every transport")
 @pytest.mark.parametrize("tree", TREES)
 def test_every_kind_of_batch_arrives_bit_for_bit(loader: Loader, sender: BatchSender, tree: str) -> None:
     spec, buffers = flatten(TREES[tree])
@@ -198,6 +199,7 @@ def test_every_kind_of_batch_arrives_bit_for_bit(loader: Loader, sender: BatchSe
     assert same(unflatten(received.header.spec, split(received.frames, received.header.buffers)), TREES[tree])
 
 
+@pytest.mark.shows("work of a dead data worker times out, and the order stays")
 def test_batches_of_one_data_worker_come_in_order(loader: Loader, sender: BatchSender) -> None:
     sizes = [0, 1, 100, 20_000, 70_000, 300_000, 5_000_000]
     sent = [[pattern(step, sizes[step % 7])] * (step % 3) for step in range(60)]
@@ -510,6 +512,7 @@ def test_a_new_connection_is_proven_anew(transport: Transport, loader: Loader, s
         sender.drop(loader.address)
 
 
+@pytest.mark.shows("after SIGKILL no process, port, socket name or shared memory is left")
 def test_closing_leaves_no_name_behind(loader: Loader, sender: BatchSender, wait_until: Any) -> None:
     sender.send(loader.address, header(0), [bytes(300_000)])
     kept = loader.take()
@@ -615,6 +618,7 @@ def test_memory_that_cannot_be_had_is_not_written(monkeypatch: pytest.MonkeyPatc
         loader.stop()
 
 
+@pytest.mark.shows("a batch may have more than 2 GiB")
 @pytest.mark.slow
 def test_a_batch_of_more_than_two_gib_is_whole(loader: Loader, sender: BatchSender) -> None:
     size = (1 << 31) + 12_345

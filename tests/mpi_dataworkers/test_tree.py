@@ -55,6 +55,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.shows("a batch of any structure and type arrives bit for bit on every transport")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4), (70_000,)], ids=str)
 def test_tensors_of_every_type_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -165,6 +166,7 @@ def test_many_turned_tensors_share_a_buffer() -> None:
         assert came[name].stride() == tensor.stride()
 
 
+@pytest.mark.shows("a batch of any structure and type arrives bit for bit on every transport")
 def test_nested_structures_keep_their_types() -> None:
     batch = {
         "tuple": (torch.ones(2), [torch.zeros(1), "text", None]),
@@ -257,6 +259,7 @@ def test_what_arrives_may_be_changed_in_place() -> None:
     assert came.sum() == 5
 
 
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
 def test_a_spec_that_does_not_fit_is_refused() -> None:
     spec, buffers = flatten([torch.ones(4), torch.ones(2)])
     views = [memoryview(buffer) for buffer in buffers]

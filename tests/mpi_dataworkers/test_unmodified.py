@@ -348,6 +348,7 @@ def of_slices(batch: list[slice], *, collate_fn_map: Any = None) -> Any:
     return torch.tensor([each.start for each in batch])
 
 
+@pytest.mark.shows("what is registered for torch's `default_collate`, settings of torch and the umask travel")
 def test_what_a_program_registers_for_collating_is_there(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, slice, of_slices)
     with hooked(three.name, monkeypatch):

@@ -45,6 +45,8 @@ def loaders() -> Iterator[Callable[..., DataLoader]]:
         loader.close()
 
 
+@pytest.mark.shows("`__iter__` may be called again, and `__len__` gives batches or TypeError")
+@pytest.mark.shows("one shard, or an indexed dataset without shuffle, is the sequence itself")
 def test_a_stream_gives_the_same_batches_for_any_number_of_data_workers(three: Any, loaders: Any) -> None:
     streamed, local = loaders(datasets.Log(203), service=three.name), loaders(datasets.Log(203))
     for _ in range(2):
@@ -56,11 +58,14 @@ def test_a_stream_gives_the_same_batches_for_any_number_of_data_workers(three: A
         len(streamed)
 
 
+@pytest.mark.shows("one shard, or an indexed dataset without shuffle, is the sequence itself")
 def test_one_shard_is_the_sequence_itself(three: Any, loaders: Any) -> None:
     loader = loaders(datasets.PlainLog(50), service=three.name, num_shards=1)
     assert ids_of(loader) == list(range(50))
 
 
+@pytest.mark.shows("dynamic sharding gives each element once, also with fewer elements than data workers")
+@pytest.mark.shows("the last, partial batch comes, or `drop_last` leaves it out")
 @pytest.mark.parametrize("where", ["service", "local", "process"])
 @pytest.mark.parametrize("length", [0, 1, 3, 41])
 def test_short_streams_end_at_once_and_exactly(three: Any, loaders: Any, length: int, where: str) -> None:
@@ -72,6 +77,7 @@ def test_short_streams_end_at_once_and_exactly(three: Any, loaders: Any, length:
     assert len(ids_of(dropping)) == sum((len(range(shard, length, 2)) // 4) * 4 for shard in range(2))
 
 
+@pytest.mark.shows("every record of every file once, also with the list shuffled")
 @pytest.mark.parametrize("policy", ["data", "file", "file_or_data", "dynamic"])
 @pytest.mark.parametrize("shuffle", [None, True])
 def test_files_come_once_whole_under_each_policy(
@@ -91,6 +97,7 @@ def test_files_come_once_whole_under_each_policy(
     assert sorted(second) == sorted(first)
 
 
+@pytest.mark.shows('a stream with `sharding="off"` gives each element as often as there are data workers')
 def test_off_gives_every_element_as_often_as_there_are_data_workers(three: Any, loaders: Any) -> None:
     for dataset in (datasets.Augmented(30), datasets.PlainLog(30)):
         loader = loaders(dataset, service=three.name, sharding=ShardingPolicy.OFF)
@@ -99,6 +106,7 @@ def test_off_gives_every_element_as_often_as_there_are_data_workers(three: Any, 
         len(loader)
 
 
+@pytest.mark.shows("without sharding all data workers have the same order only if there is a seed")
 @pytest.mark.parametrize("seed", [None, 3])
 def test_off_shuffles_alike_only_with_a_seed(three: Any, loaders: Any, seed: int | None) -> None:
     loader = loaders(datasets.Augmented(16), service=three.name, sharding="off", shuffle=True, seed=seed)
@@ -122,6 +130,7 @@ def test_indices_divided_by_a_fixed_number_keep_length_and_order(three: Any, loa
 
 
 # How a stopped one is noticed does not depend on what it makes: see `test_service.py`. It takes 15 s.
+@pytest.mark.shows("a data worker that is killed in mid-shard costs nothing, and its leases are free at once")
 @pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
@@ -256,6 +265,7 @@ def taken(loaders_of_ranks: list[DataLoader], num_steps: int) -> list[int]:
     return [i for loader in loaders_of_ranks for _, ids in islice(loader, num_steps) for i in ids.tolist()]
 
 
+@pytest.mark.shows("a state of four ranks continues with 1, 2, 3 or 8 in the same global order")
 @pytest.mark.parametrize("dataset", ["stream", "with state", "files"])
 @pytest.mark.parametrize("where", ["service", "local"])
 def test_a_stream_continues_at_another_world_size(
@@ -342,6 +352,7 @@ def test_a_stream_that_does_not_divide_itself_for_two_ranks_is_an_error_that_nam
         loaders(datasets.PlainLog(20), sharding="file")
 
 
+@pytest.mark.shows("`__getitems__`, IterableDataset with `get_worker_info()` and datasets with a state work")
 @pytest.mark.parametrize("where", ["service", "local", "process"])
 def test_worker_init_fn_can_divide_a_stream(three: Any, loaders: Any, where: str) -> None:
     options = {"service": {"service": three.name}, "local": {}, "process": {"num_workers": 1}}[where]
@@ -371,6 +382,9 @@ def test_ranks_divide_the_shards(three: Any, loaders: Any) -> None:
     assert all(parts)
 
 
+@pytest.mark.shows("dynamic sharding gives each element once, also with fewer elements than data workers")
+@pytest.mark.shows("one name with another policy or pipeline is refused, and the difference is named")
+@pytest.mark.shows("the ranks of one job name divide one stream; other names are independent")
 def test_one_job_name_with_two_policies_is_refused_and_names_the_difference(three: Any, loaders: Any) -> None:
     options: dict[str, Any] = {"service": three.name, "job_name": "policies", "world_size": 2}
 
@@ -400,6 +414,7 @@ def test_a_loader_of_rank_0_alone_ends_no_other_rank(three: Any, loaders: Any) -
     assert sorted(ids_of(made[0][2]) + ids_of(made[1][1])) == list(range(32))
 
 
+@pytest.mark.shows("`repeat=k` goes over the data k times; an endless repeat of one element does not stall")
 @pytest.mark.parametrize("dataset", [datasets.Augmented(10), datasets.Log(10)], ids=["indices", "stream"])
 @pytest.mark.parametrize("where", ["service", "local"])
 def test_repeat_gives_each_element_so_often(three: Any, loaders: Any, dataset: Any, where: str) -> None:
@@ -415,6 +430,7 @@ def test_repeat_gives_each_element_so_often(three: Any, loaders: Any, dataset: A
     assert as_bytes(again) == rest
 
 
+@pytest.mark.shows("`repeat=k` goes over the data k times; an endless repeat of one element does not stall")
 def test_an_endless_repeat_of_one_element_does_not_stall(three: Any, loaders: Any) -> None:
     for dataset in (datasets.Augmented(1), datasets.Log(1)):
         loader = loaders(dataset, service=three.name, repeat=None)
@@ -425,6 +441,7 @@ def test_an_endless_repeat_of_one_element_does_not_stall(three: Any, loaders: An
     assert ids_of(loaders(datasets.Log(0), service=three.name, repeat=None)) == []
 
 
+@pytest.mark.shows("ten epochs in a row are whole, and two iterators of one loader do not disturb each other")
 def test_ten_epochs_and_two_iterators_at_once(three: Any, loaders: Any) -> None:
     loader = loaders(datasets.Log(20), service=three.name)
     for _ in range(10):
@@ -435,6 +452,7 @@ def test_ten_epochs_and_two_iterators_at_once(three: Any, loaders: Any) -> None:
         assert sorted(index for pair in pairs for index in pair[side]) == list(range(20))
 
 
+@pytest.mark.shows("a data worker that joins serves in the same epoch")
 def test_a_data_worker_that_joins_takes_a_shard_in_the_same_epoch(service: Any, loaders: Any) -> None:
     service.start_workers(1)
     loader = loaders(datasets.WhereLog(1500), service=service.name, batch_size=1)
@@ -447,6 +465,7 @@ def test_a_data_worker_that_joins_takes_a_shard_in_the_same_epoch(service: Any, 
     assert sorted(index for index, _ in seen) == list(range(1500))
 
 
+@pytest.mark.shows("`__getitems__`, IterableDataset with `get_worker_info()` and datasets with a state work")
 @pytest.mark.parametrize("kind", [datasets.Ledger, datasets.LedgerOfIterators])
 @pytest.mark.parametrize("where", ["service", "local", "process"])
 def test_a_stream_with_a_state_is_not_read_again_after_a_resume(
@@ -470,6 +489,7 @@ def test_a_stream_with_a_state_is_not_read_again_after_a_resume(
     assert sorted(again) == sorted(index for _, ids in whole[23:] for index in ids), "nothing before the state"
 
 
+@pytest.mark.shows("what a lost data worker had not delivered is leased anew; what had arrived is not made again")
 def test_another_data_worker_takes_a_shard_with_a_state_over_where_it_was(
     service: Any, loaders: Any, tmp_path: Path
 ) -> None:
@@ -491,6 +511,7 @@ def test_another_data_worker_takes_a_shard_with_a_state_over_where_it_was(
     assert sum(times.values()) - 1000 <= 2 * 4
 
 
+@pytest.mark.shows("what a lost data worker had not delivered is leased anew; what had arrived is not made again")
 def test_what_a_takeover_without_a_state_costs_is_reading_a_shard_up_to_its_position(
     service: Any, loaders: Any, tmp_path: Path
 ) -> None:
@@ -520,6 +541,7 @@ def test_a_state_that_cannot_be_pickled_is_told(loaders: Any, tmp_path: Path, mo
         next(iter(loaders(datasets.Ledger(20, tmp_path / "read"))))
 
 
+@pytest.mark.shows("a state that JSON and pickle would read differently is refused; a stranger's HDF5 leads nowhere")
 @pytest.mark.parametrize("where", ["service", "local", "process"])
 def test_a_state_may_hold_what_json_does_not(three: Any, loaders: Any, where: str) -> None:
     options: dict[str, Any] = {"service": {"service": three.name}, "local": {}, "process": {"num_workers": 1}}[where]

@@ -14,6 +14,7 @@ STREAM = Traits("Log", iterable=True)
 FILES = Traits("Folder", iterable=True, num_files=20)
 
 
+@pytest.mark.shows("names of tf.data service are there: `ShardingPolicy`, `Visitation`, `job_name`")
 @pytest.mark.parametrize(
     ("sharding", "traits", "cut", "num_shards", "visitation"),
     [
@@ -43,6 +44,7 @@ def test_defaults(sharding: Any, traits: Traits, cut: Cut, num_shards: int, visi
     assert (decided.cut, decided.num_shards, decided.visitation) == (cut, num_shards, visitation)
 
 
+@pytest.mark.shows("every setting is checked at construction, all problems at once")
 @pytest.mark.parametrize(
     ("keywords", "traits", "texts"),
     [

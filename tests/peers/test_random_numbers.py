@@ -58,6 +58,7 @@ def runs(name: str, num_ranks: int, data_workers: int | None, directory: Path) -
     return found
 
 
+@pytest.mark.shows("random numbers agree and differ where they do with torch, also in Lightning and transformers")
 @pytest.mark.slow
 @pytest.mark.parametrize("data_workers", [None, 0, 2])
 @pytest.mark.parametrize("name", PROGRAMS)

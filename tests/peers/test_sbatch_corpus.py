@@ -43,6 +43,7 @@ def gate_on(release: str, running_cluster: Callable[..., Any]) -> GateOn:
     return on
 
 
+@pytest.mark.shows("46 scripts of the project are the same job plain and converted, field by field")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_own_scripts_are_the_same_job_converted(gate_on: GateOn, release: str) -> None:
@@ -56,6 +57,7 @@ def test_own_scripts_are_the_same_job_converted(gate_on: GateOn, release: str) -
     assert len(report.accepted) >= 38
 
 
+@pytest.mark.shows("474 public scripts of 59 repositories are the same job plain and converted")
 @pytest.mark.slurm
 @pytest.mark.slow
 @pytest.mark.every_release
@@ -209,6 +211,7 @@ JOB = {
 }  # fmt: skip
 
 
+@pytest.mark.shows("46 scripts of the project are the same job plain and converted, field by field")
 @pytest.mark.parametrize(
     ("change", "different"),
     [
@@ -235,6 +238,7 @@ ALONE = {"NumCPUs": "4", "NumTasks": "2", "CPUs/Task": "2", "Features": "(null)"
          "Dependency": "(null)", "ReqNodeList": "(null)", "ExcNodeList": "(null)"}  # fmt: skip
 
 
+@pytest.mark.shows("46 scripts of the project are the same job plain and converted, field by field")
 @pytest.mark.parametrize(
     ("change", "different"),
     [
@@ -254,6 +258,7 @@ def test_the_gate_finds_what_is_the_trainers_in_component_1(change: dict[str, st
     assert [name for name, *_ in foreign(ALONE | change, trainer, ALONE)] == different
 
 
+@pytest.mark.shows("474 public scripts of 59 repositories are the same job plain and converted")
 def test_the_addresses_are_many_and_of_many_authors() -> None:
     addresses = sbatch_corpus.stored_addresses()
     assert len(addresses) >= 300

@@ -111,6 +111,7 @@ def test_templates_run_on_real_slurm(
     assert not (job_directory / "dispatcher").exists()
 
 
+@pytest.mark.shows("a Horovod that knows no other rank is refused among several; two ranks train as one")
 @pytest.mark.slurm
 @pytest.mark.mpi
 @pytest.mark.slow

@@ -120,6 +120,7 @@ def test_utilisation_is_what_sacct_says(site: Any) -> None:
     assert groups["free"]["cpu_measured_share"] == 1
 
 
+@pytest.mark.shows("`util` counts each run of a requeued job; `advise` lists the job once, by its last run")
 def test_each_run_of_a_requeued_job_counts_and_a_running_one_is_not_measured(site: Any) -> None:
     """The times are compared with sacct's own sum."""
     begin_s = time.time() - 1

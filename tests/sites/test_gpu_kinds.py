@@ -36,6 +36,7 @@ def findings(site: Any) -> list[str]:
     return [finding["seen"] for finding in site.told("doctor")["findings"] if finding["check"] == "GPUs in use"]
 
 
+@pytest.mark.shows("untyped and typed GPUs near cores are counted alike by all commands")
 def test_gpus_near_cores_are_counted_on_idle_mixed_and_full_nodes(site: Any, wait_until: Any) -> None:
     assert free_by_node(site) == exported(site) == {"gpu0": 4, "gpu1": 4, "gpu2": 4}
     assert findings(site) == []
@@ -68,6 +69,7 @@ def test_gpus_near_cores_are_counted_on_idle_mixed_and_full_nodes(site: Any, wai
     wait_until(lambda: hours() > 8 * 3 / 3600, 60, "three seconds of eight GPUs")
 
 
+@pytest.mark.shows("shards of a typed GPU count against that type")
 def test_shards_count_against_the_type_of_their_gpu(site: Any) -> None:
     """A shard of an a100 leaves one whole a100, and both v100."""
 
@@ -91,6 +93,7 @@ def test_shards_count_against_the_type_of_their_gpu(site: Any) -> None:
     ]
 
 
+@pytest.mark.shows("an instance of MIG is its part of a GPU in `jobs` and `util`, now and afterwards")
 def test_instances_of_mig_are_parts_of_gpus_though_no_type_is_accounted_for(site: Any, wait_until: Any) -> None:
     """Three of the four instances, two large ones and a small one, are 7 sevenths, also on a drained node.
 

@@ -32,6 +32,7 @@ def fails(done: subprocess.CompletedProcess[str], code: int) -> str:
     return done.stderr
 
 
+@pytest.mark.shows("JSON, table and CSV are made from the same rows; hostlist compression round-trips")
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("line", READING)
 def test_table_json_and_csv_agree_on_every_version(tmp_path: Path, version: str, line: str) -> None:
@@ -57,6 +58,7 @@ def test_table_json_and_csv_agree_on_every_version(tmp_path: Path, version: str,
     assert "\x1b" not in table.stdout
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 @pytest.mark.parametrize("line", ASKING)
 def test_missing_commands(tmp_path: Path, line: str) -> None:
     cluster = Recorded(tmp_path)
@@ -65,6 +67,7 @@ def test_missing_commands(tmp_path: Path, line: str) -> None:
     assert "Run this where Slurm's commands are installed" in fails(done, 1)
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 @pytest.mark.parametrize("line", ASKING)
 @pytest.mark.parametrize(
     "said",
@@ -83,6 +86,7 @@ def test_a_controller_that_does_not_answer(tmp_path: Path, line: str, said: str)
     assert "Check: scontrol ping" in text
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 @pytest.mark.parametrize("line", ASKING)
 def test_an_old_slurm(tmp_path: Path, line: str) -> None:
     cluster = Recorded(tmp_path)
@@ -90,6 +94,7 @@ def test_an_old_slurm(tmp_path: Path, line: str) -> None:
     assert "hetstream reads 22.05 and newer" in fails(cluster.run(line), 1)
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 @pytest.mark.parametrize("line", READING)
 def test_an_answer_of_another_form(tmp_path: Path, line: str) -> None:
     cluster = Recorded(tmp_path)
@@ -97,6 +102,7 @@ def test_an_answer_of_another_form(tmp_path: Path, line: str) -> None:
     assert "could not be read: squeue printed 1 fields" in fails(cluster.run(line), 1)
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 @pytest.mark.parametrize(
     ("line", "text"),
     [
@@ -119,6 +125,7 @@ def test_a_wrong_command_line(tmp_path: Path, line: str, text: str) -> None:
     assert text in fails(Recorded(tmp_path).run(line), 2)
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 @pytest.mark.parametrize("line", ["why 999", "why 41+1", "why 41_2", "jobs 999"])
 def test_unknown_jobs(tmp_path: Path, line: str) -> None:
     cluster = Recorded(tmp_path)
@@ -132,6 +139,7 @@ def test_unknown_jobs(tmp_path: Path, line: str) -> None:
         assert "PrivateData=jobs,usage may hide it from you" in fails(cluster.run(line), 1)
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 def test_jobs_of_users_and_states_as_squeue_takes_them(tmp_path: Path) -> None:
     cluster = Recorded(tmp_path)
     everybody = json.loads(cluster.run("jobs --json").stdout)["jobs"]
@@ -145,6 +153,7 @@ def test_jobs_of_users_and_states_as_squeue_takes_them(tmp_path: Path) -> None:
     assert ids("-t PD") == [row["job"] for row in everybody if row["state"] == "PENDING"]
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 def test_a_page_that_cannot_be_written_is_told_by_its_own_name(tmp_path: Path) -> None:
     said = fails(Recorded(tmp_path).run("report --html /proc/page.html"), 1)
     assert said == (
@@ -185,6 +194,7 @@ def test_output_on_a_full_device_is_one_line(tmp_path: Path, unbuffered: str) ->
     assert "ignored" not in done.stderr
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 def test_a_cluster_without_gpus_jobs_and_usable_nodes(tmp_path: Path) -> None:
     cluster = Recorded(tmp_path)
     cluster.write("queue", "")
@@ -217,6 +227,7 @@ def test_tasks_of_an_array_stand_in_their_order(tmp_path: Path) -> None:
     assert [row["job"] for row in json.loads(cluster.run("jobs --json").stdout)["jobs"]] == ["6_2", "6_9", "6_10"]
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 def test_gpus_without_types_and_other_gres(tmp_path: Path) -> None:
     cluster = Recorded(tmp_path)
     nodes = (tmp_path / "node").read_text()
@@ -226,6 +237,7 @@ def test_gpus_without_types_and_other_gres(tmp_path: Path) -> None:
     assert json.loads(cluster.run("frag --json").stdout)["summary"]["gpus"] == 16
 
 
+@pytest.mark.shows("colours are only on terminals, and not with NO_COLOR")
 def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
     cluster = Recorded(tmp_path)
     command = f"{sys.executable} -m hetstream.slurm_plugin.cli frag"
@@ -238,6 +250,7 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
     assert cluster.run("frag").returncode == 0
 
 
+@pytest.mark.shows("the command starts without torch and without the data plane")
 @pytest.mark.parametrize(
     ("verbs", "heavy"),
     [

@@ -40,6 +40,7 @@ def cluster(*jobs: Job, nodes: tuple[Node, ...]) -> Snapshot:
     return Snapshot(NOW_S, "22.05.8", "test", jobs, (*nodes, CPU_NODE), partitions)
 
 
+@pytest.mark.shows("`advise` names jobs that would gain, with the basis of each estimate")
 def test_a_running_job_holds_the_cpus_of_free_gpus() -> None:
     running = job(1, "RUNNING", 16, 1)
     waiting = job(2, "PENDING", 4, 1)
@@ -72,6 +73,7 @@ def test_nothing_to_gain(running: Job) -> None:
     assert advise(cluster(running, nodes=(node(16 - running.num_cpus, gpus_free),)), {}) == ()
 
 
+@pytest.mark.shows("`advise` names jobs that would gain, with the basis of each estimate")
 def test_a_trainer_that_has_data_workers_is_measured_and_not_guessed() -> None:
     running, companion = job(1, "RUNNING", 16, 1), job(9, "RUNNING", 4, 0, comment="hets:trainer=1", nodes=("c0",))
     seen = cluster(running, companion, nodes=(node(0, 3),))
@@ -80,6 +82,7 @@ def test_a_trainer_that_has_data_workers_is_measured_and_not_guessed() -> None:
     assert (one.basis, one.gpu_hours_per_day, one.step) == ("measured", 12.0, "more data workers; hetstream top 1")
 
 
+@pytest.mark.shows("`advise` names jobs that would gain, with the basis of each estimate")
 def test_a_pending_job_that_would_start() -> None:
     waiting = job(2, "PENDING", 16, 2, start_s=NOW_S + 7200)
     (one,) = advise(cluster(waiting, nodes=(node(8, 2),)), {})
@@ -87,6 +90,7 @@ def test_a_pending_job_that_would_start() -> None:
     assert one.step == "#HETSTREAM --data-workers=3 --data-worker-partition=cpu"
 
 
+@pytest.mark.shows("`advise` names jobs that would gain, with the basis of each estimate")
 def test_ended_jobs_whose_gpus_were_idle_and_cpus_busy() -> None:
     usage = Usage("7", "train", "bob", "lab", "gpu", 4, 2, 0.0, 3600.0, cpu_used_s=4 * 3600.0, gpu_share=0.25)
     others = [replace(usage, job="8", gpu_share=0.9), replace(usage, job="9", cpu_used_s=3600.0)]
@@ -95,6 +99,7 @@ def test_ended_jobs_whose_gpus_were_idle_and_cpus_busy() -> None:
     assert "busy 25% of the time, its CPUs 100%" in one.text
 
 
+@pytest.mark.shows("`util` counts each run of a requeued job; `advise` lists the job once, by its last run")
 def test_a_requeued_job_is_one_row_by_its_last_run() -> None:
     last = Usage("7", "train", "bob", "lab", "gpu", 4, 2, 7200.0, 9000.0, cpu_used_s=4 * 1800.0, gpu_share=0.5)
     idle = replace(last, gpu_share=0.25)
@@ -123,6 +128,7 @@ def test_limits_that_were_not_looked_at_are_said_not_to_be(enforced: str, is_not
     assert not any("were not looked at" in note for note in advise_report((), snapshot).notes)
 
 
+@pytest.mark.shows("the next submission of a script is proposed from the most similar past jobs")
 def test_what_past_jobs_propose_is_a_table_of_its_own() -> None:
     past = PastJob("8", NOW_S - 60, Features("train.sbatch", 2, "u"), 6, 4, 3, 9.0, 0.02)
     shown = advise_report((), cluster(nodes=()), Remembered((past,), "u"))

@@ -159,6 +159,7 @@ def proposed(*jobs: PastJob, gpus: int = 2) -> int:
     return proposal.data_workers
 
 
+@pytest.mark.shows("a job that waited much never lowers the next range; data workers that never came do not count")
 @pytest.mark.parametrize(("data_workers", "wait_share"), [(1, 0.95), (2, 0.9), (4, 0.8), (8, 0.8), (0, 0.9)])
 def test_jobs_that_waited_say_at_least_and_not_enough(data_workers: int, wait_share: float) -> None:
     jobs = [starved(str(number), data_workers, wait_share) for number in range(5)]
@@ -170,6 +171,7 @@ def test_jobs_that_waited_say_at_least_and_not_enough(data_workers: int, wait_sh
     assert proposed(*allowed) >= 30, "what the script allowed is never too much for a job that waited"
 
 
+@pytest.mark.shows("a job that waited much never lowers the next range; data workers that never came do not count")
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_job_that_waited_never_lowers_the_next_range(data: st.DataObject) -> None:
@@ -194,6 +196,7 @@ WRONG: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.shows("one job of five decides nothing, and proposals fit the nodes that there are")
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 @pytest.mark.parametrize("place", range(5))
 def test_what_one_job_of_five_says_does_not_decide(wrong: dict[str, Any], place: int) -> None:
@@ -277,6 +280,7 @@ def test_ones_own_older_jobs_decide_over_a_copys() -> None:
     assert {job.features.directory for job in most_alike(new, copies)} == {"/a"}, "a sweep's other directories do count"
 
 
+@pytest.mark.shows("past jobs are kept for a year, with hashed names, and the most similar ones propose")
 def test_the_next_submissions_are_those_of_this_user_of_late() -> None:
     day = 86400.0
     jobs = (
@@ -350,6 +354,8 @@ def convert(
 SCRIPT = "#!/bin/bash\n#SBATCH --gres=gpu:1 --cpus-per-task=16\nsrun python train.py\n"
 
 
+@pytest.mark.shows("past jobs are kept for a year, with hashed names, and the most similar ones propose")
+@pytest.mark.shows("the next submission of a script is proposed from the most similar past jobs")
 def test_convert_auto_adds_what_past_jobs_had(tmp_path: Path) -> None:
     (tmp_path / "train.sbatch").write_text(SCRIPT)
     first = convert(tmp_path, "train.sbatch")
@@ -373,6 +379,7 @@ def test_convert_auto_adds_what_past_jobs_had(tmp_path: Path) -> None:
     assert "what the script says itself holds: --data-workers=0-3\n" in own.stderr
 
 
+@pytest.mark.shows("another project's script of the same name proposes nothing")
 def test_the_script_of_another_project_does_not_decide(tmp_path: Path) -> None:
     ours, theirs, copy = tmp_path / "ours", tmp_path / "theirs", tmp_path / "copy"
     tiny = SCRIPT.replace("train.py", "tiny_mnist.py")
@@ -397,6 +404,7 @@ def test_the_script_of_another_project_does_not_decide(tmp_path: Path) -> None:
 WITH_PARTITION = SCRIPT.replace("srun", "#HETSTREAM --data-worker-partition=cpu\nsrun")
 
 
+@pytest.mark.shows("without a proposal `convert --auto` says so; a copied record is one job")
 @pytest.mark.parametrize("past_job", ["none", "unlike", "nothing gained"])
 @pytest.mark.parametrize("where", ["script", "command line"])
 def test_without_a_proposal_auto_says_so_and_leaves_the_script_alone(tmp_path: Path, past_job: str, where: str) -> None:
@@ -421,6 +429,7 @@ SINFO = "#!/bin/sh\necho 'cpu*|16|64000|4|(null)|1'\necho 'gpu|16|128000|2|gpu:2
 SCONTROL = "#!/bin/sh\necho 'SLURM_VERSION           = 22.05.8'\necho 'SelectTypeParameters    = CR_CORE_MEMORY'\n"
 
 
+@pytest.mark.shows("one job of five decides nothing, and proposals fit the nodes that there are")
 def test_a_proposal_stays_within_the_cluster_and_history_is_named_where_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name, text in (("sinfo", SINFO), ("scontrol", SCONTROL)):
@@ -441,6 +450,7 @@ def test_a_proposal_stays_within_the_cluster_and_history_is_named_where_it_canno
     assert own.returncode == 0
 
 
+@pytest.mark.shows("the next submission of a script is proposed from the most similar past jobs")
 def test_convert_auto_says_when_data_workers_brought_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.sbatch").write_text(SCRIPT)
     leave(tmp_path, "12", data_workers=0)

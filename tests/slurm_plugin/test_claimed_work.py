@@ -77,6 +77,7 @@ def test_the_time_limit_bounds_every_claim() -> None:
     assert np.isnan(look(Promises(), 0.0, np.nan, left_s=HOUR).remaining_s[0]), "no claim is none"
 
 
+@pytest.mark.shows("clocks that jump are found in exports, in the daemon and in the history")
 def test_a_clock_that_jumps_makes_no_liar() -> None:
     promises = Promises()
     look(promises, 1e6, HOUR)

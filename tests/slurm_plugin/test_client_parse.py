@@ -51,6 +51,7 @@ def like(job: Job, first: int) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.shows("the recorded outputs of Slurm 22.05, 24.11 and 26.05 are one model")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_squeue_in_text(version: str) -> None:
     jobs = parse_text.parse_jobs(recorded(version, "squeue_O_pipe.txt"), RECORDED, "|", "\n")
@@ -71,6 +72,7 @@ def test_squeue_in_text(version: str) -> None:
     assert [like(job, offset) | {"reason": ""} for job in jobs] == [like(job, 0) | {"reason": ""} for job in other]
 
 
+@pytest.mark.shows("the recorded outputs of Slurm 22.05, 24.11 and 26.05 are one model")
 @pytest.mark.parametrize(("version", "first"), [("22.05", 101), ("24.11", 1), ("26.05", 96)])
 def test_squeue_in_json(version: str, first: int) -> None:
     jobs = [job for job in parse_json.parse_jobs(recorded(version, "squeue.json")) if job.job_id >= first]
@@ -92,6 +94,7 @@ def _nodes(version: str) -> tuple[Node, ...]:
     return parse_json.parse_nodes(recorded(version, "sinfo.json" if version == "22.05" else "scontrol_show_node.json"))
 
 
+@pytest.mark.shows("the recorded outputs of Slurm 22.05, 24.11 and 26.05 are one model")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_nodes_in_json(version: str) -> None:
     nodes = {node.name: node for node in _nodes(version)}
@@ -105,6 +108,7 @@ def test_nodes_in_json(version: str) -> None:
     assert all(node.is_usable and node.version.startswith(version) for node in nodes.values())
 
 
+@pytest.mark.shows("the recorded outputs of Slurm 22.05, 24.11 and 26.05 are one model")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_nodes_in_text(version: str) -> None:
     nodes = {node.name: node for node in parse_text.parse_nodes(recorded(version, "scontrol_show_node_oneliner.txt"))}
@@ -160,6 +164,7 @@ def test_a_drained_partition_starts_the_jobs_that_wait_in_it() -> None:
         assert {partition.is_up for partition in partitions} == {starts}, state
 
 
+@pytest.mark.shows("the recorded outputs of Slurm 22.05, 24.11 and 26.05 are one model")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_partitions_and_configuration(version: str) -> None:
     text = recorded(version, "scontrol_show_partition.txt").replace("\n   ", " ")
@@ -174,6 +179,7 @@ def test_partitions_and_configuration(version: str) -> None:
     assert config["PreemptType"] == "preempt/partition_prio"
 
 
+@pytest.mark.shows("all ways to ask for GPUs are understood alike")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -229,6 +235,7 @@ def test_a_hostlist_of_more_hosts_than_any_cluster_has_is_not_written_out(text: 
         expand(text)
 
 
+@pytest.mark.shows("JSON, table and CSV are made from the same rows; hostlist compression round-trips")
 @given(st.sets(st.from_regex(r"[a-z]{1,3}[0-9]{0,3}(-ib)?", fullmatch=True), max_size=40))
 def test_hostlists_round_trip(hosts: set[str]) -> None:
     text = compress(hosts)
@@ -388,6 +395,9 @@ def test_an_old_slurm_is_one_line(tmp_path: Path) -> None:
         CommandReader({"PATH": str(tmp_path)}).snapshot()
 
 
+@pytest.mark.shows("all ways to ask for GPUs are understood alike")
+@pytest.mark.shows("pyslurm is used where it fits, and the commands everywhere else")
+@pytest.mark.shows("the recorded outputs of Slurm 22.05, 24.11 and 26.05 are one model")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_text_and_json_of_a_real_cluster_agree(devcluster: Any, wait_until: Callable[..., None]) -> None:

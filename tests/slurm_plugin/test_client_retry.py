@@ -72,6 +72,7 @@ def queue(job_id: str, comment: str, fields: Sequence[str] = SUBMISSION_FIELDS) 
     return FIELD_END.join(values.get(name, "N/A") for name in fields) + RECORD_END + "\n"
 
 
+@pytest.mark.shows("a slurmctld that is busy is asked again; one that refuses is not")
 def test_a_busy_controller_is_asked_again(tools: Tools) -> None:
     tools.add("scontrol", f"slurm_update error: {BUSY}", f"slurm_update error: {BUSY}")
     tools.slurm.update("7", {"Partition": "gpu", "TimeLimit": "20"})
@@ -79,6 +80,7 @@ def test_a_busy_controller_is_asked_again(tools: Tools) -> None:
     assert tools.slept == list(DELAYS_S[:2])
 
 
+@pytest.mark.shows("a slurmctld that is busy is asked again; one that refuses is not")
 def test_a_refusal_is_final(tools: Tools) -> None:
     tools.add("scontrol", "Access/permission denied")
     with pytest.raises(SlurmCommandError, match=r"permission denied.*Check: squeue --jobs=7"):
@@ -86,6 +88,7 @@ def test_a_refusal_is_final(tools: Tools) -> None:
     assert tools.slept == []
 
 
+@pytest.mark.shows("a slurmctld that is busy is asked again; one that refuses is not")
 def test_a_controller_that_stays_away_is_an_error(tools: Tools) -> None:
     tools.add("scancel", *["Unable to contact slurm controller (connect failure)"] * 20)
     with pytest.raises(SlurmCommandError, match="Unable to contact"):
@@ -93,6 +96,7 @@ def test_a_controller_that_stays_away_is_an_error(tools: Tools) -> None:
     assert tools.slept == list(DELAYS_S)
 
 
+@pytest.mark.shows("a submission's key is a word in Comment; words of others in AdminComment stay")
 def test_a_submission_whose_answer_was_lost_is_found_again(tools: Tools) -> None:
     tools.add("sbatch", LOST, answer="99\n")
     tools.add("squeue", answer=queue("41", "hets:trainer=3 hetstream:key=3.w1"))
@@ -102,6 +106,7 @@ def test_a_submission_whose_answer_was_lost_is_found_again(tools: Tools) -> None
     assert f"--user={os.geteuid()} " in tools.calls("squeue")[0]
 
 
+@pytest.mark.shows("a submission whose answer was lost is found again, or made again if it never arrived")
 def test_a_submission_that_never_arrived_is_made_again(tools: Tools) -> None:
     tools.add("sbatch", LOST, BUSY, answer="42\n")
     tools.add("squeue", f"slurm_load_jobs error: {LOST}", answer=queue("41", "hetstream:key=3.w10"))
@@ -110,6 +115,7 @@ def test_a_submission_that_never_arrived_is_made_again(tools: Tools) -> None:
     assert len(tools.calls("squeue")) == 2
 
 
+@pytest.mark.shows("a submission whose answer was lost is found again, or made again if it never arrived")
 def test_without_a_key_a_lost_answer_is_an_error(tools: Tools) -> None:
     tools.add("sbatch", BUSY, LOST, answer="42\n")
     with pytest.raises(SlurmCommandError, match="Socket timed out"):
@@ -117,6 +123,7 @@ def test_without_a_key_a_lost_answer_is_an_error(tools: Tools) -> None:
     assert len(tools.calls("sbatch")) == 2
 
 
+@pytest.mark.shows("an update of an array of which tasks have ended counts as done")
 @pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
 def test_an_update_of_an_array_whose_tasks_have_partly_ended_has_taken_effect(tools: Tools, version: str) -> None:
     said = (FIXTURES / version / "scontrol_update_throttle.txt").read_text().splitlines()
@@ -146,6 +153,7 @@ def test_the_fake_keeps_keys_too(tmp_path: Path, wait_until: Callable[..., None]
     assert len(fake.jobs) == 1
 
 
+@pytest.mark.shows("a submission whose answer was lost is found again, or made again if it never arrived")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_a_real_submission_whose_answer_is_lost(devcluster: Any, tmp_path: Path) -> None:

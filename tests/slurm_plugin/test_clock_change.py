@@ -52,6 +52,7 @@ JOBS = {
 }
 
 
+@pytest.mark.shows("ElapsedRaw decides how long a job ran over a clock change")
 @pytest.mark.parametrize("place", ["Europe/Berlin", "UTC", "America/New_York", "Asia/Kolkata"])
 @pytest.mark.parametrize("name", JOBS)
 def test_elapsed_raw_decides_how_long_a_job_ran(name: str, place: str, zone: Callable[[str], None]) -> None:
@@ -113,6 +114,7 @@ def test_a_time_that_is_there_twice_is_asked_for_in_seconds(zone: Callable[[str]
     assert moments("Unknown") == ()
 
 
+@pytest.mark.shows("ElapsedRaw decides how long a job ran over a clock change")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_slurm_says_when_also_in_the_doubled_hour(devcluster: Any, wait_until: Callable[..., None]) -> None:

@@ -185,6 +185,7 @@ def check_figures(snapshot: Snapshot) -> None:
         assert share is None or share == pytest.approx(held / num, abs=1e-3)
 
 
+@pytest.mark.shows("jobs that complete or are suspended, and drained nodes, count alike everywhere")
 @settings(deadline=None)
 @given(clusters())
 def test_all_commands_count_alike(snapshot: Snapshot) -> None:
@@ -269,6 +270,7 @@ def test_a_job_that_another_cluster_has_is_no_job_of_this_one() -> None:
     assert not observe(snapshot, {}).sample.waiting
 
 
+@pytest.mark.shows("jobs that complete or are suspended, and drained nodes, count alike everywhere")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_slurm_decides_what_counts(release: str, devcluster: Any, wait_until: Callable[..., None]) -> None:

@@ -81,6 +81,7 @@ def frame(data: bytes) -> bytes:
 DAEMON_POINTS = [point for point in POINTS if point.startswith("daemon.")]
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 def test_a_daemon_killed_at_any_point_goes_on_with_what_it_said(local: RunningDaemon, wait_until: WaitUntil) -> None:
     local.start(wait_until)
     local.wait_for_reading(wait_until)
@@ -109,6 +110,7 @@ def test_a_daemon_killed_at_any_point_goes_on_with_what_it_said(local: RunningDa
     assert not (local.directory / "socket").exists()
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 def test_strangers_replays_and_garbage(local: RunningDaemon, wait_until: WaitUntil) -> None:
     local.start(wait_until)
     local.wait_for_reading(wait_until)
@@ -235,6 +237,7 @@ def test_without_munge_there_is_no_daemon_over_tcp(tmp_path: Path, slurm: Record
     assert "AuthType=auth/slurm" in done.stderr
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 def test_what_the_command_says(
     local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +336,9 @@ def rpcs_of(cluster: Cluster, user: str) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.shows("a reading of the cluster has a bounded number of requests")
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
+@pytest.mark.shows("the site daemon runs as nobody, reads Slurm and answers jobs")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_a_real_cluster_divided_by_an_ordinary_user(
@@ -384,6 +390,7 @@ def test_a_real_cluster_divided_by_an_ordinary_user(
     assert site.end() == 0
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 @pytest.mark.slurm
 @pytest.mark.every_release
 @pytest.mark.slow

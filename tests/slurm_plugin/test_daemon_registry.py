@@ -75,6 +75,7 @@ def companion(job_id: int, of: int, cpus: int = 4, **more: object) -> Job:
     return job(job_id, gpus=0, partitions=("cpu",), num_cpus=cpus, comment=f"hets:trainer={of}", **more)
 
 
+@pytest.mark.shows("where a site daemon answers, its reading of a job's companions stands for `squeue`")
 def test_a_job_is_told_its_companions_and_how_old_that_is(registry: Registry) -> None:
     assert granted(registry, 1, 1, 130.0).companions == ()
     own = companion(10, 1, state="PENDING")
@@ -157,6 +158,7 @@ def test_owners_are_compared_by_number_where_slurm_says_it(registry: Registry) -
     assert isinstance(registry.report(BOB, demand(1), 2, 200.0)[0], GrantLimit)
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 def test_only_its_user_reports_for_a_job(registry: Registry) -> None:
     answer, changes = registry.report(BOB, demand(1), 1, 200.0)
     assert answer == RefuseReport("job 1 is not yours")
@@ -237,6 +239,7 @@ def test_what_a_change_costs_follows_its_pace(move: MoveCost, limit: int) -> Non
     assert registry.jobs["1"].limit == limit
 
 
+@pytest.mark.shows("a report to the daemon carries measured speeds, a grant a number, nodes and the reason")
 def test_a_job_that_may_grow_is_told_where_it_would_be_best() -> None:
     nodes = (node("gpu0", "gpu", 16, 2, 4), node("cpu0", "cpu", 8), node("cpu1", "cpu", 8), node("cpu2", "cpu", 8))
     trainer = job(1, nodes=("gpu0",))
@@ -304,6 +307,7 @@ def test_memory_that_companions_hold_is_the_jobs_own_and_as_large_as_slurm_says(
     assert answer.limit == 1, "it says 1 MB, and its companion has 40,000"
 
 
+@pytest.mark.shows("data workers go to the trainer's node first, then where least other traffic is")
 def test_no_node_is_preferred_whose_memory_is_too_small_or_whose_link_is_full() -> None:
     nodes = tuple(replace(node(f"cpu{number}", "cpu", 8), memory_mb=64_000) for number in range(4))
     nodes = (node("gpu0", "gpu", 16, 2, 4), replace(nodes[0], memory_mb=7_000), *nodes[1:])
@@ -351,6 +355,7 @@ def test_another_policy_takes_the_place_of_the_default() -> None:
     assert granted(registry, 1, 1, 200.0).limit == 0
 
 
+@pytest.mark.shows("a policy that gives out too much ends at the event at which it does")
 @pytest.mark.parametrize("fault", ["gives too much", "fails"])
 def test_a_policy_at_fault_changes_nothing_and_is_told_of(fault: str) -> None:
     is_broken = False
@@ -401,6 +406,7 @@ def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:
     assert pool_room_of(cluster, ("cpu",), owners).num_workers(Size(10)) == 1
 
 
+@pytest.mark.shows("a report to the daemon carries measured speeds, a grant a number, nodes and the reason")
 @pytest.mark.parametrize(
     ("free", "sizes", "usable"),
     [

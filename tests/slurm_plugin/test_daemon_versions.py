@@ -38,6 +38,7 @@ def answer_to_version_1(daemon: RunningDaemon, **report: Any) -> bytes:
     return data[LENGTH.size :]
 
 
+@pytest.mark.shows("a daemon of protocol 1 works with jobs of 2, and the other way round")
 def test_a_daemon_of_version_2_divides_among_jobs_of_both(local: RunningDaemon, wait_until: WaitUntil) -> None:
     local.start(wait_until)
     local.wait_for_reading(wait_until)
@@ -78,6 +79,7 @@ def running(*job_ids: int) -> Snapshot:
     return Snapshot(0.0, "22.05.8", "test", tuple(jobs), nodes, (Partition("cpu", ("cpu0",)),))
 
 
+@pytest.mark.shows("clocks that jump are found in exports, in the daemon and in the history")
 @pytest.mark.parametrize("jump_s", [-DAY_S, -3600.0, 3600.0, 400 * DAY_S], ids=["day-", "hour-", "hour+", "year+"])
 def test_a_clock_that_jumps_takes_no_data_worker_from_who_reports(jump_s: float) -> None:
     registry, now_s, sent_ns = Registry((), allocating=True), 1e9, 0

@@ -106,6 +106,7 @@ def test_what_others_have_put_beside_it_before_is_not_read(
     assert planted.exists()
 
 
+@pytest.mark.shows("a stranger's journal beside a database is not played into it")
 @needs_root
 def test_a_strangers_hot_journal_does_not_become_the_history(common_place: Path) -> None:
     hers = common_place / "hers.sqlite"

@@ -120,6 +120,7 @@ def test_the_record_keeps_the_network(tmp_path: Path) -> None:
     assert read_record(tmp_path) == record
 
 
+@pytest.mark.shows("hosts of a devcluster have addresses of their own, and nothing is left after `down`")
 def test_without_ip_it_is_one_line_with_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +180,7 @@ print(probe.getsockname()[0])
 """
 
 
+@pytest.mark.shows("hosts of a devcluster have addresses of their own, and nothing is left after `down`")
 @pytest.mark.slurm
 @pytest.mark.usefixtures("may_make_namespaces")
 def test_hosts_have_addresses_and_nothing_is_left(place: str) -> None:
@@ -209,6 +211,7 @@ def test_hosts_have_addresses_and_nothing_is_left(place: str) -> None:
     assert namespaces_of(record.cluster_name) == []
 
 
+@pytest.mark.shows("hosts of a devcluster have addresses of their own, and nothing is left after `down`")
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.usefixtures("may_make_namespaces")
@@ -251,6 +254,7 @@ def test_a_host_that_cannot_be_entered_is_told(place: str, monkeypatch: pytest.M
         boot(request, host_programs(), print)
 
 
+@pytest.mark.shows("hosts of a devcluster have addresses of their own, and nothing is left after `down`")
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.usefixtures("may_make_namespaces")

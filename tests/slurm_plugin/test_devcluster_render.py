@@ -52,6 +52,7 @@ def test_cluster_without_gpus_has_one_partition_and_no_gres() -> None:
     assert gres_conf(spec) == ""
 
 
+@pytest.mark.shows("a GPU may have two slots, by a link to the device file")
 def test_gpus_that_are_shared_have_slots_a_partition_below_and_scripts() -> None:
     spec = spec_of(ClusterShape(1, 2, 1), packing=True, lua_plugins=True)
     assert slurm_conf(spec, "23.02.7") == (GOLDEN / "packing.slurm.conf").read_text()

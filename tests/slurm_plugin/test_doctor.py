@@ -62,10 +62,12 @@ def only(given: Facts) -> Finding:
     return found[0]
 
 
+@pytest.mark.shows("`doctor` checks Slurm's configuration, and the Lua that its plugins name")
 def test_a_good_cluster_has_no_findings() -> None:
     assert examine(facts()) == ()
 
 
+@pytest.mark.shows("a pyslurm that is not used is one line of `doctor`")
 def test_a_pyslurm_that_is_not_used_is_one_line() -> None:
     """As 25.11.2, which PyPI has: also beside a slurmctld of 25.11."""
     finding = only(facts(pyslurm="25.11.2", version="25.11.1"))
@@ -75,6 +77,7 @@ def test_a_pyslurm_that_is_not_used_is_one_line() -> None:
     assert examine(replace(used, snapshot=replace(used.snapshot, source="pyslurm"))) == ()
 
 
+@pytest.mark.shows("GPUs in use are counted by GresUsed and AllocTRES, and `doctor` says where they differ")
 def test_two_counts_of_gpus_that_differ_are_named_with_their_node() -> None:
     nodes = tuple(replace(node, gpus_allocated=node.gpus_in_use()) for node in facts().snapshot.nodes)
     assert examine(facts(nodes=nodes)) == ()
@@ -122,6 +125,7 @@ def test_lua_files_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
     assert found() == []
 
 
+@pytest.mark.shows("`doctor` checks Slurm's configuration, and the Lua that its plugins name")
 @pytest.mark.parametrize(
     ("config", "level", "check"),
     [
@@ -149,6 +153,7 @@ def test_how_jobs_find_their_address_is_said_where_slurm_tells_none() -> None:
     assert "resolve NodeName" in only(facts({"PrivateData": "jobs,nodes"})).text
 
 
+@pytest.mark.shows("`doctor` checks Slurm's configuration, and the Lua that its plugins name")
 def test_files_beside_slurm_conf() -> None:
     doubled = "NodeName=g[0-3] Name=opp Type=p0 File=/dev/gpu0\nNodeName=g1 Name=opp Type=p1 File=/dev/gpu0 # again\n"
     assert only(facts(gres_conf=doubled)).seen == "opp /dev/gpu0"
@@ -158,6 +163,7 @@ def test_files_beside_slurm_conf() -> None:
     assert only(facts(cgroup_conf="#ConstrainDevices=yes\n")).text == "jobs can use GPUs that others hold"
 
 
+@pytest.mark.shows("`doctor` checks Slurm's configuration, and the Lua that its plugins name")
 def test_nodes_hosts_versions_partitions() -> None:
     nodes = recorded_nodes()
     found = only(facts(nodes=nodes))
@@ -170,6 +176,7 @@ def test_nodes_hosts_versions_partitions() -> None:
     assert only(facts(partitions=(Partition("gpu", ()),))).seen == "no default"
 
 
+@pytest.mark.shows("`doctor` checks Slurm's configuration, and the Lua that its plugins name")
 def test_the_lua_of_slurms_plugins() -> None:
     both = {"JobSubmitPlugins": "all_partitions,lua", "CliFilterPlugins": "lua"}
     assert examine(facts(both, lua={"job_submit": ("5.1",), "cli_filter": ("5.4",)})) == ()
@@ -182,6 +189,7 @@ def test_the_lua_of_slurms_plugins() -> None:
     assert only(facts(both, lua=None)).level is Level.NOTE
 
 
+@pytest.mark.shows("`doctor` checks Slurm's configuration, and the Lua that its plugins name")
 @pytest.mark.parametrize(
     ("plugin", "versions"),
     [
@@ -206,6 +214,7 @@ def test_the_worst_comes_first() -> None:
     assert [finding.level for finding in found] == [Level.PROBLEM, Level.WARNING, Level.NOTE]
 
 
+@pytest.mark.shows("`doctor` checks Slurm's configuration, and the Lua that its plugins name")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_a_real_cluster_has_no_problem_that_is_none(devcluster: Any) -> None:

@@ -45,6 +45,7 @@ def test_a_good_cluster_has_no_findings_and_one_that_shares_no_gpus_none_either(
     assert found({"GresTypes": "gpu", "JobSubmitPlugins": "(null)"}, node_scripts={}) == []
 
 
+@pytest.mark.shows("Slurm 22.05 with ConstrainDevices: `doctor` says what packing needs, and the packer does not begin")
 @pytest.mark.parametrize(
     ("version", "cgroup_conf", "has_plugin", "closed"),
     [
@@ -79,6 +80,7 @@ def test_each_gpu_has_one_slot_of_its_number(types: str) -> None:
     assert (only(types=types).level, only(types=types).seen) == (Level.PROBLEM, "g0")
 
 
+@pytest.mark.shows("jobs that share a GPU see the same one, and can open no other")
 def test_a_second_slot_and_constrained_devices_do_not_go_together() -> None:
     node = replace(gpu_node(), gres=(Gres("gpu", "", 1), Gres("opp", "p0", 2)))
     snapshot = Snapshot(0.0, "26.05.5", "test", (), (node,), (), GOOD)

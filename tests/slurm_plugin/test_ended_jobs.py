@@ -71,6 +71,7 @@ def test_of_each_script_the_newest_job_counts(tmp_path: Path) -> None:
     assert [one.job for one in ended_jobs(places, 1002, 2000)] == ["3", "4"]
 
 
+@pytest.mark.shows("`advise` names jobs that would gain, with the basis of each estimate")
 def test_advise_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Recorded(tmp_path)
     leave(tmp_path, "31")

@@ -23,6 +23,7 @@ from hetstream.slurm_plugin.insight.observation import observe
 from hetstream.slurm_plugin.insight.why import Explainer
 
 
+@pytest.mark.shows("a job that waits for whole nodes (`--exclusive`) is said to")
 @pytest.mark.parametrize(
     ("squeue", "json_22_05", "json_24_11", "exclusive"),
     # Recorded: of --exclusive, of nothing, of --exclusive=user and of --oversubscribe.
@@ -87,6 +88,7 @@ def test_stranded_gpus_that_wait_for_jobs_with_whole_nodes_lack_a_whole_node() -
     assert (row.stranded_gpus, row.lacking) == (0, "")
 
 
+@pytest.mark.shows("a job that waits for whole nodes (`--exclusive`) is said to")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_why_of_exclusive_jobs_on_slurm(devcluster: Any, wait_until: Callable[..., None]) -> None:

@@ -61,6 +61,7 @@ def collector_of(reading: Reading) -> ClusterCollector:
     return collector
 
 
+@pytest.mark.shows("`hetstream exporter` is read by Prometheus's parsers, and a failure is a counted error")
 def test_both_formats_are_read_by_their_parsers_and_say_the_same() -> None:
     seen = clusters.observation()
     server = MetricsServer("127.0.0.1", 0, collector_of(Reading(seen, success_s=clusters.NOW_S, read_s=0.5)))
@@ -88,12 +89,14 @@ def test_both_formats_are_read_by_their_parsers_and_say_the_same() -> None:
             assert value >= 0 or name == "hetstream_node_fragmentation_ratio", name
 
 
+@pytest.mark.shows("`hetstream exporter` is read by Prometheus's parsers, and a failure is a counted error")
 def test_a_cluster_without_gpus_has_no_indicator() -> None:
     found = parsed(collector_of(Reading(clusters.observation(gpus=False))).text())
     assert found["hetstream_cluster_gpus"] == [({}, 0.0)]
     assert found["hetstream_cluster_fragmentation_ratio"] == []
 
 
+@pytest.mark.shows("`hetstream exporter` is read by Prometheus's parsers, and a failure is a counted error")
 def test_slurmctld_down_is_counted_and_passes(tmp_path: Path) -> None:
     fake = FakeSlurm(tmp_path, {}, seen=clusters.snapshot())
     waits: list[float] = []
@@ -116,6 +119,7 @@ def test_slurmctld_down_is_counted_and_passes(tmp_path: Path) -> None:
     assert all(59 < one <= 60 for one in waits)
 
 
+@pytest.mark.shows("`hetstream exporter` is read by Prometheus's parsers, and a failure is a counted error")
 def test_what_nobody_foresaw_and_a_history_that_is_full_are_counted_too(tmp_path: Path) -> None:
     def fail(jobs: object) -> dict[str, float]:
         raise OSError("too many open files")
@@ -131,6 +135,7 @@ def test_what_nobody_foresaw_and_a_history_that_is_full_are_counted_too(tmp_path
     assert "cannot be used" in reading.error
 
 
+@pytest.mark.shows("`hetstream exporter` is read by Prometheus's parsers, and a failure is a counted error")
 def test_the_dashboard_asks_for_what_is_exported() -> None:
     reading = Reading(clusters.observation(), num_errors={"SlurmCommandError": 1}, success_s=1.0)
     exported = parsed(collector_of(reading).text())
@@ -155,6 +160,7 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
+@pytest.mark.shows("the history is one SQLite file; a damaged or foreign file is one clear error")
 def test_a_history_keeps_what_it_is_given(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite"
     last = clusters.observation().sample
@@ -175,6 +181,7 @@ def test_a_history_keeps_what_it_is_given(tmp_path: Path) -> None:
         assert kind.encode() not in path.read_bytes(), "it names no users, jobs and nodes"
 
 
+@pytest.mark.shows("the history is one SQLite file; a damaged or foreign file is one clear error")
 def test_a_history_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(HistoryError, match=r"cannot be opened: No such file or directory\. .* check: namei -l /"):
         History(tmp_path / "nowhere" / "history.sqlite")
@@ -205,6 +212,7 @@ def test_a_history_that_others_may_have_prepared_is_not_used(tmp_path: Path) -> 
             History(path)
 
 
+@pytest.mark.shows("unknown jobs, missing commands and no permission are one line with the next step")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(("directory_mode", "mode"), [(0o755, 0o666), (0o777, 0o600), (0o777, 0o644)])
 def test_a_history_of_somebody_else_is_told_as_that(tmp_path: Path, directory_mode: int, mode: int) -> None:
@@ -250,6 +258,8 @@ def test_the_dashboard_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == DASHBOARD.read_text()
 
 
+@pytest.mark.shows("`hetstream exporter` is read by Prometheus's parsers, and a failure is a counted error")
+@pytest.mark.shows("`report --html` is one self-contained page, and nothing is told by colour alone")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_exporter_report_and_page_on_a_real_cluster(
@@ -307,6 +317,7 @@ def test_exporter_report_and_page_on_a_real_cluster(
     os.unlink(tmp_path / "down")
 
 
+@pytest.mark.shows("`serve` shows the page live, read only, on localhost")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_serve_on_a_real_cluster(devcluster: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:

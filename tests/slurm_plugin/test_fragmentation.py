@@ -53,6 +53,7 @@ def by_name(found: Fragmentation) -> Mapping[str, NodeFragmentation]:
     return {one.node: one for one in found.nodes}
 
 
+@pytest.mark.shows("`frag` counts free and stranded resources; totals are those of scontrol")
 def test_the_indicator_and_the_two_shares_of_the_paper() -> None:
     found = measure(
         [
@@ -82,6 +83,7 @@ def test_memory_strands_too() -> None:
     assert (one.stranded_gpus, one.lacking, one.memory_indicator) == (3, "memory", pytest.approx(-0.9))
 
 
+@pytest.mark.shows("`frag` counts free and stranded resources; totals are those of scontrol")
 @pytest.mark.parametrize(
     ("jobs", "gpus", "cpus", "lacking"),
     [
@@ -127,6 +129,7 @@ def test_a_shape_counts_where_it_may_run() -> None:
     assert by_name(both)["t"].stranded_gpus == 0
 
 
+@pytest.mark.shows("`frag` counts free and stranded resources; totals are those of scontrol")
 def test_gpus_in_shards_are_not_free_and_drained_ones_do_not_exist() -> None:
     gres = (Gres("gpu", "h200", 4), Gres("shard", "h200", 16))
     used = (Gres("gpu", "h200", 1, (1,)), Gres("shard", "h200", 3, (0,)))
@@ -141,6 +144,7 @@ def test_pending_array_tasks_count_one_by_one() -> None:
     assert [(shape.gpus, shape.num_jobs) for shape in shapes] == [(1, 4), (0, 1)]
 
 
+@pytest.mark.shows("`frag` counts free and stranded resources; totals are those of scontrol")
 @pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
 def test_totals_of_the_recorded_clusters(version: str) -> None:
     name = "sinfo.json" if version == "22.05" else "scontrol_show_node.json"
@@ -173,6 +177,8 @@ def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.shows("JSON, table and CSV are made from the same rows; hostlist compression round-trips")
+@pytest.mark.shows("`frag` counts free and stranded resources; totals are those of scontrol")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_a_known_layout_gives_the_table_made_by_hand(devcluster: Any, wait_until: Callable[..., None]) -> None:
@@ -230,10 +236,11 @@ def test_a_known_layout_gives_the_table_made_by_hand(devcluster: Any, wait_until
     wait_until(lambda: not slurm.snapshot().jobs, 60)
 
 
+@pytest.mark.shows("`frag` counts free and stranded resources; totals are those of scontrol")
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_64_nodes_are_one_short_answer() -> None:
-    """The answer takes less than 1 s on an idle machine (docs/acceptance.md); here its CPU time must."""
+    """The answer takes less than 1 s on an idle machine; here its CPU time must."""
     name = f"pytest-{os.getpid()}-64"
     directory = DEFAULT_STATE_ROOT / name
     programs = choose_programs(HOST, DEFAULT_CACHE_DIR, print)

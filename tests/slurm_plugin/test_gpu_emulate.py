@@ -61,6 +61,7 @@ def test_a_gpu_that_is_there_stays_with_what_it_holds(tmp_path: Path, capsys: py
         holder.kill()
 
 
+@pytest.mark.shows("a GPU under two spellings, or a file in its place, is found")
 @pytest.mark.parametrize("what", ["file", "link to nothing", "pipe", "directory"])
 def test_what_is_no_gpu_stays_as_it_is(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu0"

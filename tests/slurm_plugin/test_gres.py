@@ -219,11 +219,13 @@ NODES = st.lists(st.sampled_from(("gpu", "shard", "mps", "bandwidth", "tmpfs")),
 )
 
 
+@pytest.mark.shows("GRES of every form that Slurm prints are read back; text of another form is an error")
 @given(NODES, st.sampled_from(RELEASES))
 def test_what_a_node_has_is_read_as_printed(resources: tuple[Resource, ...], release: str) -> None:
     assert counted(parse_gres(has(resources, release))) == amounts(resources, "has")
 
 
+@pytest.mark.shows("GRES of every form that Slurm prints are read back; text of another form is an error")
 @given(NODES, st.sampled_from(RELEASES))
 def test_what_is_in_use_is_read_as_printed(resources: tuple[Resource, ...], release: str) -> None:
     found = parse_text.in_use(parse_gres(in_use(resources, release)))
@@ -247,11 +249,13 @@ def test_what_is_in_use_is_read_as_printed(resources: tuple[Resource, ...], rele
         assert list(gres.indices) == taken or len(bit_fmt(taken, 999)) >= 63 or resource.no_consume
 
 
+@pytest.mark.shows("GRES of every form that Slurm prints are read back; text of another form is an error")
 @given(NODES, st.sampled_from(RELEASES))
 def test_what_a_job_has_on_a_node_is_read_as_printed(resources: tuple[Resource, ...], release: str) -> None:
     assert counted(parse_gres(details(resources, release))) == amounts(resources, "used")
 
 
+@pytest.mark.shows("GRES of every form that Slurm prints are read back; text of another form is an error")
 @given(NODES, st.booleans())
 def test_gres_among_trackable_resources_are_read_as_printed(resources: tuple[Resource, ...], typed: bool) -> None:
     text = tres(resources, "used", typed)
@@ -265,6 +269,7 @@ def test_gres_among_trackable_resources_are_read_as_printed(resources: tuple[Res
     assert parse_text.gpus_allocated(tres(resources, "has", typed), text) in (None, whole["gpu"])
 
 
+@pytest.mark.shows("GRES of every form that Slurm prints are read back; text of another form is an error")
 @given(
     st.sampled_from(("gres:", "gres/")), st.sampled_from(("gpu", "shard")),
     TYPES.filter(lambda kind: kind not in ("1080", "2g")), st.none() | st.integers(1, 64), st.sampled_from(":="),
@@ -301,6 +306,7 @@ def test_forms_that_were_seen(text: str, expected: list[Gres]) -> None:
     assert list(parse_gres(text)) == expected
 
 
+@pytest.mark.shows("GRES of every form that Slurm prints are read back; text of another form is an error")
 @pytest.mark.parametrize("text", ["gpu:", "gres/gpu=", "gpu:3(FOO:1)", "gpu:3(IDX:0-", "gpu:2(3/4,x)", "gres/gpu=-1"])
 def test_a_form_that_slurm_does_not_print_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="GRES"):
@@ -363,6 +369,7 @@ def test_untyped_gpus_with_cores_are_counted(used: str, free: int) -> None:
     assert node("gpu:4(S:0-1)", used).gpus_free() == free
 
 
+@pytest.mark.shows("shards of a typed GPU count against that type")
 @pytest.mark.parametrize(
     ("gres", "used", "free"),
     [
@@ -398,6 +405,7 @@ def test_the_packer_knows_which_gpus_are_in_use_or_that_it_does_not(
     assert _in_use(node(gres, used, allocated)) == known
 
 
+@pytest.mark.shows("GPUs in use are counted by GresUsed and AllocTRES, and `doctor` says where they differ")
 def test_of_two_counts_the_larger_is_in_use() -> None:
     assert node("gpu:4", "gpu:(null):0(IDX:N/A)", 3).gpus_free() == 1
     assert node("gpu:4", "gpu:(null):3(IDX:0-2)", 0).gpus_free() == 1
@@ -410,6 +418,7 @@ def test_untyped_gpus_beside_typed_ones_are_neither_lost_nor_counted_twice() -> 
     assert (found.gpus, found.devices(), found.gpus_free(), found.devices_free("a100")) == (4, 4, 2, 1)
 
 
+@pytest.mark.shows("GPUs in use are counted by GresUsed and AllocTRES, and `doctor` says where they differ")
 def test_both_counts_of_a_node_are_in_text_and_json() -> None:
     line = (
         "NodeName=g4 CPUAlloc=6 CPUTot=16 Gres=gpu:4(S:0-1) GresDrain=N/A GresUsed=gpu:(null):3(IDX:0-2) RealMemory=1 "

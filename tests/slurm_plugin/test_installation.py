@@ -75,6 +75,8 @@ def test_scripts_that_nodes_run_are_executable_and_stay_while_slurm_runs_them(
     assert not prolog.exists()
 
 
+@pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_install_and_uninstall_leave_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     (machine.slurm / "job_submit.lua").write_bytes(SITE)
     (machine.slurm / "job_submit.lua").chmod(0o640)
@@ -132,6 +134,7 @@ def test_what_slurm_conf_still_asks_for_stays(machine: Machine, capsys: pytest.C
     assert sorted(path.name for path in machine.slurm.iterdir()) == ["slurm.conf"]
 
 
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_what_is_not_ours_stays(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = machine.prefix / "share/man/man1/hetstream-frag.1"
     foreign.parent.mkdir(parents=True)
@@ -144,6 +147,7 @@ def test_what_is_not_ours_stays(machine: Machine, capsys: pytest.CaptureFixture[
     assert machine.state() == before
 
 
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_links_stay_links(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     (machine.root / "kept-elsewhere.lua").write_bytes(SITE)
     (machine.slurm / "job_submit.lua").symlink_to("../kept-elsewhere.lua")
@@ -157,6 +161,7 @@ def test_links_stay_links(machine: Machine, capsys: pytest.CaptureFixture[str]) 
     assert (machine.root / "kept-elsewhere.lua").read_bytes() == SITE
 
 
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_what_was_changed_since_stays(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.install()
     policy = machine.prefix / "etc/hetstream/policy.lua"
@@ -168,6 +173,7 @@ def test_what_was_changed_since_stays(machine: Machine, capsys: pytest.CaptureFi
     assert [path for path in machine.prefix.rglob("*") if path.is_file()] == [policy]
 
 
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_a_site_that_puts_its_own_file_back_loses_neither(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     hook, aside = machine.slurm / "job_submit.lua", machine.slurm / "job_submit.site.lua"
     hook.write_bytes(SITE)
@@ -186,6 +192,7 @@ def test_a_site_that_puts_its_own_file_back_loses_neither(machine: Machine, caps
     assert not (machine.prefix / RECORD).exists()
 
 
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_an_interrupted_installation_is_undone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine.slurm / "job_submit.lua").write_bytes(SITE)
     before = machine.state()
@@ -204,6 +211,7 @@ def test_an_interrupted_installation_is_undone(machine: Machine, monkeypatch: py
     assert machine.state() == before
 
 
+@pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
 def test_an_upgrade_replaces_what_nobody_changed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.install()
     page = machine.prefix / "share/man/man1/hetstream.1"
@@ -219,6 +227,7 @@ def test_an_upgrade_replaces_what_nobody_changed(machine: Machine, capsys: pytes
     assert page.read_bytes() == new
 
 
+@pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
 def test_json_says_the_same(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.install("--json")
     report = json.loads(capsys.readouterr().out)
@@ -233,6 +242,7 @@ def test_json_says_the_same(machine: Machine, capsys: pytest.CaptureFixture[str]
     assert {action["what"] for action in report["actions"]} == {"remove"}
 
 
+@pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
 def test_bad_input_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["install", "--prefix", str(machine.prefix), "--slurm-dir", "/none"]) == 2
     assert "--slurm-dir=/none: no such directory" in capsys.readouterr().err
@@ -257,6 +267,7 @@ def test_groff_has_nothing_to_say_of_the_pages(machine: Machine) -> None:
     assert (len(pages), done.stderr) == (len(VERBS) + 1, b"")
 
 
+@pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
 def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     machine.install()
     pages = machine.prefix / "share/man/man1"
@@ -276,6 +287,7 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     assert {"--grants", "--own-jobs"} <= complete("gpu", "coordinator", "--")
 
 
+@pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
 @needs("systemd-analyze")
 @pytest.mark.parametrize(
     ("name", "file"),
@@ -303,6 +315,7 @@ def test_systemd_understands_the_units(machine: Machine, name: str, file: str) -
     assert judged.returncode == 0, judged.stdout + judged.stderr
 
 
+@pytest.mark.shows("the packer alone is an administrator in Slurm; what speaks with jobs runs as another user")
 def test_what_speaks_with_jobs_is_not_who_slurm_makes_an_administrator(machine: Machine) -> None:
     machine.install()
     units = {path.stem: path.read_text() for path in (machine.prefix / "lib/systemd/system").iterdir()}
@@ -325,6 +338,7 @@ def test_what_other_users_cannot_reach_is_said(tmp_path: Path) -> None:
     assert f"cannot reach {closed / 'hetstream'}: {tmp_path / 'home'} is closed to them (mode 700)" in note
 
 
+@pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
 def test_jobs_read_the_address_from_the_daemons_environment_file(machine: Machine) -> None:
     machine.install()
     file = machine.prefix / "etc/hetstream/daemon.env"

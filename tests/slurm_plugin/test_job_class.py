@@ -30,6 +30,7 @@ def comment_of(script: str, environ: dict[str, str], *words: str) -> str:
     return lines[0] if lines else ""
 
 
+@pytest.mark.shows("a job's class comes from option, partition or environment")
 def test_the_command_line_wins_over_the_script_and_the_script_over_the_environment() -> None:
     environ = {**OPP, "HETSTREAM_JOB_CLASS": "opportunistic"}
     assert "class=opportunistic" in comment_of("true", environ)
@@ -39,6 +40,7 @@ def test_the_command_line_wins_over_the_script_and_the_script_over_the_environme
     assert from_command_line(parse_words(["--job-class=guaranteed"], "x", extra=OPTIONS)[0])
 
 
+@pytest.mark.shows("a job's class comes from option, partition or environment")
 def test_without_a_word_the_partition_says_it_and_nothing_is_converted() -> None:
     assert comment_of("#SBATCH -p opp", OPP) == ""
 
@@ -47,6 +49,8 @@ def test_within_a_job_the_variable_is_not_handed_on() -> None:
     assert comment_of("true", {**OPP, "HETSTREAM_JOB_CLASS": "opportunistic", "SLURM_JOB_ID": "7"}) == ""
 
 
+@pytest.mark.shows("a job's class comes from option, partition or environment")
+@pytest.mark.shows("unknown classes, and quotas that the cluster cannot keep, are refused")
 def test_an_unknown_class_of_the_environment_is_one_line() -> None:
     with pytest.raises(UsageError, match="environment variable HETSTREAM_JOB_CLASS: --job-class=fast: guaranteed or"):
         comment_of("true", {"HETSTREAM_JOB_CLASS": "fast"})

@@ -43,6 +43,8 @@ def test_jobs_come_back_and_none_comes_twice(tmp_path: Path) -> None:
         assert history.jobs()[1] == past("1")
 
 
+@pytest.mark.shows("past jobs are kept for a year, with hashed names, and the most similar ones propose")
+@pytest.mark.shows("the next submission of a script is proposed from the most similar past jobs")
 def test_names_are_hashed_with_a_key_of_the_place(tmp_path: Path) -> None:
     with JobHistory(tmp_path / "one") as one, JobHistory(tmp_path / "two") as two:
         one.add([past("1", user="alice"), past("2", user="bob"), past("3", user="alice")], 1000.0)
@@ -56,6 +58,7 @@ def test_names_are_hashed_with_a_key_of_the_place(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o700
 
 
+@pytest.mark.shows("past jobs are kept for a year, with hashed names, and the most similar ones propose")
 def test_what_is_old_or_too_much_goes(tmp_path: Path) -> None:
     with JobHistory(tmp_path, keep_s=100.0, keep_jobs=3) as history:
         history.add([past(str(number), 1000.0 + number) for number in range(5)], 1000.0)
@@ -64,6 +67,7 @@ def test_what_is_old_or_too_much_goes(tmp_path: Path) -> None:
         assert [one.job for one in history.jobs()] == ["9"]
 
 
+@pytest.mark.shows("clocks that jump are found in exports, in the daemon and in the history")
 def test_a_clock_that_is_a_year_ahead_takes_nothing(tmp_path: Path) -> None:
     with JobHistory(tmp_path, keep_s=100.0) as history:
         history.add([past("1")], 1000.0)
@@ -240,6 +244,7 @@ def test_names_that_are_no_text_can_be_kept(tmp_path: Path) -> None:
         assert [one.features.name for one in history.jobs()] == ["tr?n"]
 
 
+@pytest.mark.shows("one job of five decides nothing, and proposals fit the nodes that there are")
 @pytest.mark.parametrize("value", [100_001, 10**9, 10**30, -5, math.nan, math.inf])
 @pytest.mark.parametrize(
     "name",
@@ -270,6 +275,7 @@ def test_memory_of_a_large_node_is_kept_and_more_is_not() -> None:
         assert found.data_worker_mb == kept
 
 
+@pytest.mark.shows("without a proposal `convert --auto` says so; a copied record is one job")
 def test_a_copy_of_a_record_is_the_same_job_and_the_earlier_date_counts(tmp_path: Path) -> None:
     def record(ended_s: float, directory: str, **more: Any) -> PastJob:
         job = past("7", ended_s, limit_share=0.31, **more)
@@ -316,6 +322,7 @@ def test_copies_that_an_older_release_kept_count_once(tmp_path: Path) -> None:
         assert history.num_unreadable == 0
 
 
+@pytest.mark.shows("without a proposal `convert --auto` says so; a copied record is one job")
 def test_a_record_that_is_dated_ahead_has_no_date_and_never_gets_one(tmp_path: Path) -> None:
     year_s = 365 * 86400.0
     with JobHistory(tmp_path) as history:

@@ -83,6 +83,7 @@ sizes = st.tuples(st.integers(1, 16), st.integers(1, 4), st.sampled_from([100, 3
 nodes_used = st.tuples(st.integers(0, 16), st.integers(0, 4), st.sampled_from([0, 200, 600, 1000]))
 
 
+@pytest.mark.shows("LACKS is what would let a waiting job onto the stranded GPUs")
 @settings(deadline=None)
 @given(st.lists(nodes_used, min_size=1, max_size=4), st.lists(st.tuples(sizes, st.integers(1, 12)), max_size=6))
 def test_lacks_is_what_lets_a_waiting_job_start(
@@ -176,6 +177,7 @@ def test_lacks_by_hand(seen: Node, jobs: list[Job], lacking: str) -> None:
     assert row.lacking == lacking
 
 
+@pytest.mark.shows("LACKS is what would let a waiting job onto the stranded GPUs")
 def test_advise_and_the_page_say_the_same() -> None:
     """The running job that holds 12 CPUs for 2 GPUs is advised for the sake of the one that waits for CPUs alone."""
     holder = replace(pending(12, 2, job_id=99), state="RUNNING", nodes=("n",), reason="", start_s=0.0)
@@ -192,6 +194,7 @@ def test_advise_and_the_page_say_the_same() -> None:
     assert '<td data-label="Lacks"><span>CPUs</span></td>' in text.split("Worst nodes")[1].split("</table>")[0]
 
 
+@pytest.mark.shows("LACKS is what would let a waiting job onto the stranded GPUs")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_more_of_what_lacks_lets_a_job_start_on_slurm(devcluster: Any, wait_until: Callable[..., None]) -> None:

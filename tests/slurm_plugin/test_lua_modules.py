@@ -45,6 +45,8 @@ def guard(policy: str, before: str = "") -> str:
     return f'{before}\ndofile("{LUA_DIR / "job_submit.lua"}")({policy})\n'
 
 
+@pytest.mark.shows("all ways to ask for GPUs are understood alike")
+@pytest.mark.shows("no way to ask for GPUs goes round quotas or `cpus_per_gpu`")
 @pytest.mark.parametrize(
     ("fields", "keep"),
     [
@@ -177,6 +179,7 @@ POLICIES = (
 MOST_MS = 50
 
 
+@pytest.mark.shows("each call of the job_submit hook takes less than 50 ms, whatever stands in its fields")
 @pytest.mark.parametrize("num_bytes", [1_500_000, 1024])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_text_holds_up_slurmctld(lua: object, policy: str, num_bytes: int) -> None:
@@ -379,6 +382,7 @@ def test_a_reservation_brings_no_partition_of_its_own(lua: object) -> None:
     assert ("Write --partition beside --reservation" in said, codes) == (True, ["-1", "0", "0"])
 
 
+@pytest.mark.shows("an opportunistic job is held where the policy says so, and its owner cannot release it")
 def test_jobs_are_opportunistic_by_partition_or_qos(lua: object) -> None:
     text = guard('{opportunistic = {partitions = {"opp"}, qos = {"spare"}, hold = true, managers = {64}}}')
     text += """
@@ -432,6 +436,7 @@ def test_what_belongs_to_the_packer_is_for_nobody_else(lua: object, fields: str,
     assert said is None or said in told[0]
 
 
+@pytest.mark.shows("the packer's marks are refused in any word of a Comment, whatever the policy")
 @pytest.mark.parametrize("mark", ["hetstream:gpu=0,1", "hetstream:holds=7@0", "hetstream:upgrade=7:0@9999999999"])
 @pytest.mark.parametrize(
     "before", ["", " ", "mine ", "hetstream:hold ", "\\t", "\\n", "\\226\\128\\131", "x;", "hetstream:"]
@@ -700,6 +705,7 @@ WAYS_TO_GPUS = (
 )  # fmt: skip
 
 
+@pytest.mark.shows("no way to ask for GPUs goes round quotas or `cpus_per_gpu`")
 @pytest.mark.parametrize("fields", WAYS_TO_GPUS)
 def test_no_way_to_gpus_goes_round_the_quotas_or_into_an_opportunistic_partition(lua: object, fields: str) -> None:
     """What is not understood could name GPUs: the job is held where they have quotas, or refused."""
@@ -915,6 +921,7 @@ def test_an_operators_hold_of_a_job_that_was_let_go_is_a_word_too(lua: object, r
     ]  # fmt: skip
 
 
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_the_sites_own_functions_come_first_and_keep_their_word(lua: object) -> None:
     site = """
     function slurm_job_submit(j, parts, uid)
@@ -940,6 +947,7 @@ def test_the_sites_own_functions_come_first_and_keep_their_word(lua: object) -> 
     assert lines[-1] == "-1"
 
 
+@pytest.mark.shows("any error of hetstream's Lua leaves the job as it is, on all versions")
 @pytest.mark.parametrize("policy", ["{cpus_per_gpu = 7}", "{cpus_per_gpu = {max = {gpu = {}}}}", '"no such file"'])
 def test_no_error_of_ours_stops_a_job(lua: object, policy: str) -> None:
     text = guard(policy)
@@ -1045,6 +1053,7 @@ def test_a_module_of_the_cli_filter_that_is_broken_is_said_to_be(lua: object, tm
     assert code == "0"
 
 
+@pytest.mark.shows("the hook composes with a site's own Lua, and uninstall restores its files byte for byte")
 def test_a_hook_loads_the_sites_file_first(lua: object, tmp_path: Path) -> None:
     site = tmp_path / "job_submit.site.lua"
     site.write_text('function slurm_job_submit() print("site"); return 0 end\nreturn 0\n')

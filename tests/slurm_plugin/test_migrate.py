@@ -216,6 +216,7 @@ def test_a_new_job_that_ends_is_told(
     assert "job 40 has ended and did not take over; job 31 trains on" in capsys.readouterr().err
 
 
+@pytest.mark.shows("what a dry run of `sbatch` or `migrate` prints works when pasted")
 def test_a_dry_run_submits_nothing(
     submitted: list[tuple[list[str], str, str]], capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

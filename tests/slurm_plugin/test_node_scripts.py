@@ -88,6 +88,7 @@ def test_a_guaranteed_jobs_gpu_is_written_down_and_its_agent_started(node: Node)
     assert node.left() == []
 
 
+@pytest.mark.shows("opportunistic jobs have CUDA_VISIBLE_DEVICES by UUID; a job without a place sees no GPU")
 def test_an_opportunistic_job_has_the_gpu_that_the_packer_chose(node: Node) -> None:
     node.call("Prolog", OPPORTUNISTIC)
     assert node.grant() == {"uid": 1000, "job_class": "opportunistic", "gpus": ["GPU-1b"]}
@@ -126,6 +127,7 @@ def test_a_job_that_is_submitted_from_one_with_a_gpu_shares_none(
         assert (done.returncode == 0) == trains, (job, done.stderr)
 
 
+@pytest.mark.shows("opportunistic jobs have CUDA_VISIBLE_DEVICES by UUID; a job without a place sees no GPU")
 def test_other_jobs_are_left_alone(node: Node) -> None:
     node.call("Prolog", {"SLURM_JOB_PARTITION": "cpu", "SLURM_JOB_COMMENT": "gpu=1"})
     assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "cpu"}) == []

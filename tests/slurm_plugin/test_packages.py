@@ -152,6 +152,7 @@ def dist() -> Iterator[Path]:
         yield out
 
 
+@pytest.mark.shows("a wheel, an RPM and an EasyBuild module have every file that runs")
 @pytest.mark.slow
 def test_the_wheel_holds_every_file(dist: Path) -> None:
     with zipfile.ZipFile(dist / WHEEL) as archive:
@@ -184,6 +185,7 @@ def fresh(dist: Path) -> Path:
     return directory
 
 
+@pytest.mark.shows("a wheel, an RPM and an EasyBuild module have every file that runs")
 @pytest.mark.slow
 def test_the_wheel_works_in_a_fresh_environment(fresh: Path, tmp_path: Path) -> None:
     hetstream, env = fresh / "bin/hetstream", {"PATH": f"{fresh}/bin:{os.environ['PATH']}", "HOME": str(tmp_path)}
@@ -212,6 +214,7 @@ def test_the_wheel_works_in_a_fresh_environment(fresh: Path, tmp_path: Path) -> 
     assert all("has not answered" in each for each in waits), "scontrol looks for its file for a minute"
 
 
+@pytest.mark.shows("a wheel, an RPM and an EasyBuild module have every file that runs")
 @pytest.mark.slow
 @needs("rpmbuild")
 def test_the_rpm_is_built_and_holds_what_a_site_installs(dist: Path, tmp_path: Path) -> None:
@@ -243,6 +246,7 @@ def test_the_rpm_is_built_and_holds_what_a_site_installs(dist: Path, tmp_path: P
     assert [path for path in files if bytes(top) in path.read_bytes()] == [], "nothing says where it was built"
 
 
+@pytest.mark.shows("a wheel, an RPM and an EasyBuild module have every file that runs")
 @pytest.mark.slow
 @needs(str(LMOD))
 def test_easybuild_builds_the_easyconfig(dist: Path, tmp_path: Path) -> None:

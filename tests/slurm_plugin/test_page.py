@@ -85,6 +85,7 @@ def test_nobody_looked_in_between() -> None:
     assert with_gaps([(0, 1), (9, 1)]) == [(0, 1), (9, 1)]
 
 
+@pytest.mark.shows("`report --html` is one self-contained page, and nothing is told by colour alone")
 def test_a_cell_says_its_value_in_three_ways() -> None:
     svg = cell("gpu<1>", "−0.75", 0, "hint & more", large=True)
     assert [one.text for one in elements(svg, "text")] == ["gpu<1>", "−0.75"]
@@ -103,6 +104,7 @@ def test_classes_of_the_indicator(indicator: float, kind: int) -> None:
     assert class_of(indicator) == kind
 
 
+@pytest.mark.shows("`report --html` is one self-contained page, and nothing is told by colour alone")
 def test_what_jobs_wait_for_is_counted_by_cause() -> None:
     sample = clusters.observation().sample
     counts = {cause: one.num_jobs for cause, one in sample.waiting.items()}
@@ -114,6 +116,7 @@ def test_what_jobs_wait_for_is_counted_by_cause() -> None:
     assert (sample.gpus, sum(sample.classes), sample.gpus_measured, sample.gpus_starved) == (88 + 7, 22, 2, 0.5)
 
 
+@pytest.mark.shows("`report --html` is one self-contained page, and nothing is told by colour alone")
 def test_the_page_asks_nobody_for_anything_and_escapes_what_users_wrote() -> None:
     evil = "</td><script>alert(1)</script><img src=x>"
     seen = clusters.observation(names=evil)
@@ -130,6 +133,7 @@ def test_the_page_asks_nobody_for_anything_and_escapes_what_users_wrote() -> Non
     assert len(text) < 200_000
 
 
+@pytest.mark.shows("a CPU load above 100 % is drawn as high as it is")
 def test_a_cpu_load_above_all_cpus_is_drawn_as_high_as_it_is() -> None:
     """191 %: the axis goes to 200 %, and the curve almost to its top; below 100 % the axis ends there."""
     seen = clusters.observation()
@@ -145,6 +149,7 @@ def test_a_cpu_load_above_all_cpus_is_drawn_as_high_as_it_is() -> None:
     assert [label for _, label in share_axis(0.4).ticks] == ["0 %", "25 %", "50 %", "75 %", "100 %"]
 
 
+@pytest.mark.shows("`report --html` is one self-contained page, and nothing is told by colour alone")
 def test_clusters_with_little_to_show() -> None:
     seen = clusters.observation(gpus=False)
     text = page(seen, [seen.sample])
@@ -179,6 +184,7 @@ def test_samples_are_drawn_in_bins() -> None:
     assert binned(samples, 6) == [[one] for one in samples]
 
 
+@pytest.mark.shows("`report --html` is one self-contained page, and nothing is told by colour alone")
 def test_a_real_browser_shows_it_on_desktops_and_phones(tmp_path: Path, wait_until: Callable[..., None]) -> None:
     browser = Browser(tmp_path)
     seen = clusters.observation(names="a-job-name-of-a-user-who-likes-long-ones" * 3)
@@ -219,6 +225,7 @@ def ask(server: WebServer, path: str, method: str = "GET", host: str | None = No
         connection.close()
 
 
+@pytest.mark.shows("`serve` shows the page live, read only, on localhost")
 def test_the_server_shows_two_documents_and_takes_nothing() -> None:
     seen = clusters.observation()
     shown = documents(Reading(seen), [seen.sample], 60)

@@ -57,6 +57,7 @@ def policy(slurm: Recorded, daemon: RunningDaemon, words: str) -> subprocess.Com
     return done
 
 
+@pytest.mark.shows("in observe mode a policy's decisions are kept and told to nobody")
 def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
     local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded
 ) -> None:
@@ -139,6 +140,7 @@ def test_what_is_left_is_told_with_who_says_so(job: dict[str, float | str], said
     assert remaining_words(msgspec.convert({**values, **empty, "reason": "", **job}, JobNow)) == said
 
 
+@pytest.mark.shows("in observe mode a policy's decisions are kept and told to nobody")
 def test_a_daemon_that_observes_says_what_it_would_have_done(
     local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_history_costs_what_was_held_and_free_and_gaps_cost_nothing() -> None:
     assert spent([sample], PRICES) == Spending()
 
 
+@pytest.mark.shows("prices stand beside time in `util`, `report`, `simulate` and `bench-cost`")
 def test_the_page_has_costs_where_there_are_prices() -> None:
     seen = clusters.observation(4)
     assert "Cost" not in page(seen, clusters.history(seen.sample))
@@ -59,6 +60,7 @@ def test_the_page_has_costs_where_there_are_prices() -> None:
     assert "EUR" in page(seen, [], PRICES)
 
 
+@pytest.mark.shows("prices stand beside time in `util`, `report`, `simulate` and `bench-cost`")
 def test_util_and_report_show_cost_in_every_form(tmp_path: Path) -> None:
     own = tmp_path / "prices"
     own.write_text("gpu_hour=2\ncpu_hour=0.1\ncurrency=EUR\n")

@@ -39,6 +39,7 @@ def environment(slurm: Recorded) -> dict[str, str]:
     return {**os.environ, "PATH": f"{slurm.directory}:/usr/bin:/bin"}
 
 
+@pytest.mark.shows("`serve` and `exporter` do not show what PrivateData hides, unless `--public` is given")
 @pytest.mark.parametrize("verb", ["serve", "exporter"])
 def test_what_slurm_hides_is_not_served(hiding: tuple[Recorded, str], verb: str) -> None:
     slurm, setting = hiding
@@ -49,6 +50,7 @@ def test_what_slurm_hides_is_not_served(hiding: tuple[Recorded, str], verb: str)
     assert "--public" in done.stderr
 
 
+@pytest.mark.shows("`serve` and `exporter` do not show what PrivateData hides, unless `--public` is given")
 @pytest.mark.parametrize("verb", ["serve", "exporter"])
 def test_what_slurm_hides_is_served_where_the_user_says_so(
     hiding: tuple[Recorded, str], verb: str, wait_until: Callable[..., None]

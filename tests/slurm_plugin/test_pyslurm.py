@@ -99,6 +99,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return install
 
 
+@pytest.mark.shows("pyslurm is used where it fits, and the commands everywhere else")
 def test_what_it_says_is_the_model(installed: Callable[..., CommandReader]) -> None:
     read = snapshot(installed())
     assert read.source == "pyslurm"
@@ -116,6 +117,7 @@ def test_what_it_says_is_the_model(installed: Callable[..., CommandReader]) -> N
     assert [partition.name for partition in read.partitions] == ["commands"]  # it does not say what is exclusive
 
 
+@pytest.mark.shows("pyslurm is used where it fits, and the commands everywhere else")
 @pytest.mark.parametrize("version", ["22.6.0", "23.2.0", "17.11.0.6", "x"])
 def test_another_release_is_left_alone(installed: Callable[..., CommandReader], version: str) -> None:
     assert snapshot(installed("raise SystemExit('imported')", version)).source == "commands"
@@ -131,6 +133,7 @@ def test_a_cluster_of_another_release_is_left_alone(installed: Callable[..., Com
     assert not pyslurm_backend.matches((24, 11))
 
 
+@pytest.mark.shows("pyslurm is used where it fits, and the commands everywhere else")
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -155,6 +158,7 @@ def test_a_failure_is_one_line_and_commands_read_from_then_on(
     assert "\n" not in record.getMessage()
 
 
+@pytest.mark.shows("pyslurm is used where it fits, and the commands everywhere else")
 @pytest.mark.slurm
 def test_both_read_a_real_cluster_alike(
     devcluster: Any, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch

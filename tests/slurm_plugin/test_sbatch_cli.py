@@ -168,6 +168,7 @@ def test_dos_line_ends(shell: Shell) -> None:
     assert "CR LF" in done.stderr
 
 
+@pytest.mark.shows("what a dry run of `sbatch` or `migrate` prints works when pasted")
 def test_a_dry_run_submits_nothing(shell: Shell) -> None:
     done = shell.run("sbatch", "--dry-run", "--time=5", "train.sbatch", "x")
     assert done.returncode == 0
@@ -178,6 +179,7 @@ def test_a_dry_run_submits_nothing(shell: Shell) -> None:
     assert done.stderr == "would run, on the script above: sbatch '--comment=a b' < SCRIPT\n"
 
 
+@pytest.mark.shows("a script that asks Slurm about its own job, or means a step by its number, is told what differs")
 @pytest.mark.parametrize(
     "line",
     [
@@ -194,6 +196,7 @@ def test_a_script_that_asks_about_its_own_job_is_told_of_two_answers(shell: Shel
     assert "each component" not in shell.run("sbatch", "--data-workers=0-2", "train.sbatch").stderr
 
 
+@pytest.mark.shows("a script that asks Slurm about its own job, or means a step by its number, is told what differs")
 @pytest.mark.parametrize(
     "line", ["trap 'scancel -s USR1 \"${SLURM_JOB_ID}.0\"' USR1", "sstat -j $SLURM_JOBID.0 -o MaxRSS"]
 )

@@ -23,6 +23,7 @@ def seen_with(shared: SharedGpus | None) -> Observation:
     return observe(clusters.snapshot(), {"2": 0.25}, shared)
 
 
+@pytest.mark.shows("`opp`, `gpu top`, doctor, metrics and page show shared GPUs")
 def test_each_job_stands_on_its_gpu_with_its_class_its_memory_and_its_pace() -> None:
     rows = sharing_rows(clusters.shared_gpus(), clusters.snapshot().jobs)
     shown = [(row.node, row.index, row.job, row.user, row.job_class, row.held_bytes, row.note) for row in rows]

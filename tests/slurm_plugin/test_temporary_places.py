@@ -103,6 +103,7 @@ def made_in(directory: Path) -> Iterator[list[str]]:
         os.close(watch)
 
 
+@pytest.mark.shows("what is run is not made in a TMPDIR where others could swap it")
 @needs_root
 @pytest.mark.parametrize(
     "program",
@@ -133,6 +134,7 @@ def test_nothing_that_is_run_is_made_where_others_could_swap_it(
     assert str(place) not in said
 
 
+@pytest.mark.shows("what is run is not made in a TMPDIR where others could swap it")
 @needs_root
 def test_another_place_is_taken_where_tmpdir_is_not_safe(
     common_place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -151,6 +153,7 @@ def test_another_place_is_taken_where_tmpdir_is_not_safe(
     run_as(VICTIM, look)
 
 
+@pytest.mark.shows("what is run is not made in a TMPDIR where others could swap it")
 def test_every_named_temporary_file_says_where() -> None:
     """A new one without a place would be made in TMPDIR, whoever may write there."""
     found = [

@@ -32,6 +32,7 @@ def usage(job: str = "1", **more: Any) -> Usage:
     return replace(Usage(job, "train", "alice", "lab", "gpu", 4, 2, 0.0, 2 * HOUR), **more)
 
 
+@pytest.mark.shows("`util` counts allocated and effective hours, and says what is not measured")
 def test_only_what_lies_in_the_window_counts() -> None:
     window = Window(HOUR, 3 * HOUR)
     jobs = [
@@ -48,6 +49,7 @@ def test_only_what_lies_in_the_window_counts() -> None:
     assert together(jobs, window).gpu_hours == 4.0
 
 
+@pytest.mark.shows("`util` counts allocated and effective hours, and says what is not measured")
 def test_effective_is_measured_or_left_out() -> None:
     window = Window(0.0, 2 * HOUR)
     jobs = [
@@ -82,6 +84,7 @@ def sacct_line(**more: str) -> str:
     return "\x1f".join(row[name] for name in SACCT_FIELDS) + "\n"
 
 
+@pytest.mark.shows("`util` counts allocated and effective hours, and says what is not measured")
 def test_lines_of_sacct() -> None:
     """Made after Slurm's documentation of sacct: there is no slurmdbd in the recorded clusters."""
     text = (
@@ -246,6 +249,7 @@ def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.shows("`util` counts allocated and effective hours, and says what is not measured")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_util_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:

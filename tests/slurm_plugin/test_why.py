@@ -78,6 +78,7 @@ def test_what_could_give_room_and_is_not_looked_at_is_said() -> None:
     assert cluster.jobs_report([ends], seen, details=False).notes == []
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 def test_one_resource_is_lacking() -> None:
     found = explain(pending(8), node("g0", 4, 4), node("g1", 16, 0))
     assert kinds(found) == ["CPUs", "GPUs"]  # either would do: g1 lacks GPUs alone, g0 CPUs alone
@@ -152,6 +153,7 @@ def test_what_is_free_of_types_and_of_nodes_for_others_is_told() -> None:
     )
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 def test_a_gang_needs_its_nodes_at_once() -> None:
     found = explain(pending(8, 1, num_nodes=2), node("g0", 8, 4), node("g1", 2, 4))
     assert kinds(found) == ["CPUs", "gang"]
@@ -159,6 +161,7 @@ def test_a_gang_needs_its_nodes_at_once() -> None:
     assert found.fits_on == ("g0",)
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 def test_what_no_node_can_give() -> None:
     assert kinds(explain(pending(32), node("g0", 16, 4))) == ["size"]
     assert kinds(explain(pending(4, 8), node("g0", 16, 4))) == ["size"]
@@ -213,6 +216,7 @@ def test_node_lists_and_features_count() -> None:
     assert kinds(explain(pending(4, features="fast"), *nodes)) == ["CPUs"]
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 def test_there_is_room_but_others_go_first() -> None:
     ahead = pending(4, job_id=5, priority=200)
     assert kinds(explain(pending(), node("g0", 16, 4))) == ["scheduler"]
@@ -405,6 +409,7 @@ def test_many_partitions_of_a_job_take_the_room_of_a_few() -> None:
     assert "in partition0,partition1,+253: PENDING" in report_of("7", [mine], seen).lines[0]
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 @pytest.mark.parametrize(
     ("reason", "kind", "step"),
     [
@@ -426,6 +431,7 @@ def test_what_slurm_says_comes_first(reason: str, kind: str, step: str) -> None:
     assert step in found.blockers[0].next_step
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 def test_data_workers_would_let_it_start() -> None:
     cpus = node("c0", 11, of=(16, 0))
     found = explain(pending(14), node("g0", 4, 2), cpus)
@@ -446,6 +452,7 @@ def test_data_workers_would_let_it_start() -> None:
     assert array.directive == "#HETSTREAM --data-workers=0-3 --data-worker-partition=cpu"
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 @pytest.mark.parametrize(
     ("job", "text"),
     [
@@ -483,6 +490,7 @@ def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.shows("`jobs` and `why` say what a job waits for, and whether data workers would let it start")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:

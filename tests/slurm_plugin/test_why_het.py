@@ -50,6 +50,7 @@ def told(parts: list[Job], *nodes: Node, others: tuple[Job, ...] = ()) -> tuple[
 ROOMY = node("g0", 16, 4), node("c0", 16)
 
 
+@pytest.mark.shows("`why` of a heterogeneous job has its reason first and once: four lines for two components")
 @pytest.mark.parametrize(
     ("parts", "nodes", "reasons"),
     [
@@ -130,6 +131,7 @@ def run(env: Mapping[str, str], *words: str) -> str:
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120).stdout
 
 
+@pytest.mark.shows("`why` of a heterogeneous job has its reason first and once: four lines for two components")
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_why_a_heterogeneous_job_waits_on_slurm(devcluster: Any, wait_until: Callable[..., None]) -> None:

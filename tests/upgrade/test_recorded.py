@@ -75,6 +75,7 @@ def test_this_release_is_recorded() -> None:
     assert tuple(RELEASES) == READ_BY_THIS, "say in docs/upgrade.md what is read of which release"
 
 
+@pytest.mark.shows("what each release left is read; another number is refused with the next step")
 @pytest.mark.parametrize("name", ["map", "stream", "mixture"])
 def test_states_of_loaders_go_on(recorded: Path, name: str) -> None:
     states = json.loads((recorded / "loaders.json").read_text())
@@ -91,6 +92,7 @@ def training_state() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "loader": loaders()["map"], "note": note}
 
 
+@pytest.mark.shows("what each release left is read; another number is refused with the next step")
 def test_checkpoints_are_restored(recorded: Path) -> None:
     directory = recorded / "checkpoints"
     assert main(["ckpt", "verify", str(directory)]) == 0
@@ -211,6 +213,7 @@ def restored(path: Path, number: int) -> None:
     CheckpointReader(other_manifest(path, number)).load()
 
 
+@pytest.mark.shows("what each release left is read; another number is refused with the next step")
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
 @pytest.mark.parametrize(
     ("use", "own", "error", "next_step"),
@@ -245,6 +248,7 @@ def test_another_version_is_refused_with_both_numbers_and_the_next_step(
     assert "\n" not in said
 
 
+@pytest.mark.shows("what each release left is read; another number is refused with the next step")
 def test_a_checkpoint_of_another_release_is_neither_passed_over_nor_marked_nor_removed(tmp_path: Path) -> None:
     """After a rollback: a training that goes on from an older one in its place would lose steps in silence."""
     directory = copy_of(RELEASES[-1], tmp_path) / "checkpoints"

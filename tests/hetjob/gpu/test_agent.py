@@ -78,6 +78,7 @@ def agent_of(coordinator: FakeCoordinator, gpu: FakeGpu, job_class: JobClass = J
     return Agent(gpu, job_class, lambda: coordinator, clock)
 
 
+@pytest.mark.shows("an opportunistic job keeps to its memory limit, at its boundary, and shrinks and grows")
 def test_a_job_that_is_to_finish_ends_its_mini_batch_gives_memory_back_and_waits_at_the_boundary() -> None:
     coordinator, gpu = FakeCoordinator(Verdict.RUN), FakeGpu()
     agent = agent_of(coordinator, gpu)

@@ -142,6 +142,7 @@ def test_small_tensors_have_their_own_part_of_the_hosts_pool() -> None:
     assert allocator.allocate(50 * MIB).place is Place.HOST
 
 
+@pytest.mark.shows("a shared GPU has three devices: CUDA, a virtual clock, and a live emulation")
 @pytest.mark.parametrize("dtype_bytes", [2, 4])
 def test_what_others_have_published_of_an_rtx_3090(dtype_bytes: int) -> None:
     """Attention of a UNet, with torch.cuda.memory_snapshot: two tensors of 5 MiB, the scores, something small.
@@ -272,6 +273,7 @@ def test_what_is_no_history_is_refused(text: bytes) -> None:
         replay(read_trace(json.dumps(two).encode()))
 
 
+@pytest.mark.shows("a shared GPU has three devices: CUDA, a virtual clock, and a live emulation")
 @pytest.mark.parametrize("path", RECORDED or [None], ids=lambda path: path.stem if path else "none")
 def test_the_model_does_what_real_allocators_did(path: Path | None) -> None:
     if path is None:

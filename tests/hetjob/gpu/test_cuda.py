@@ -52,6 +52,7 @@ def test_without_cuda_nothing_is_held_and_nothing_is_initialised() -> None:
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.shows("an opportunistic job keeps to its memory limit, at its boundary, and shrinks and grows")
 @pytest.mark.gpu
 @needs_gpu
 def test_a_lower_limit_gives_cached_memory_back_and_a_higher_one_lets_it_grow() -> None:
@@ -109,6 +110,7 @@ def test_the_pool_is_filled_without_giving_pythons_lock_away_and_is_never_freed(
     assert kept() is not None, "it would go when Python ends, after its functions"
 
 
+@pytest.mark.shows("a shared GPU has three devices: CUDA, a virtual clock, and a live emulation")
 @pytest.mark.gpu
 @needs_gpu
 def test_what_finds_no_room_on_the_gpu_is_on_the_host_and_the_next_one_on_the_gpu_again() -> None:

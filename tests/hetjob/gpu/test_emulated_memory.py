@@ -48,6 +48,7 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.shows("a shared GPU has three devices: CUDA, a virtual clock, and a live emulation")
 def test_processes_share_one_memory_and_the_dead_hold_none(path: Path, holder: subprocess.Popen[str]) -> None:
     with closing(EmulatedGpuFile(path)) as gpu:
         assert not gpu.take(40)

@@ -53,6 +53,7 @@ def test_the_newest_record_is_read(orders: tuple[Page[Order], int]) -> None:
             assert job.read() == order
 
 
+@pytest.mark.shows("a shared GPU's pages are read-only for jobs, and peers are known by the kernel")
 def test_a_job_can_only_read_its_orders(orders: tuple[Page[Order], int]) -> None:
     page, descriptor = orders
     page.write(Order(7))
@@ -114,6 +115,7 @@ def test_a_writer_that_dies_in_the_middle_leaves_the_record_before(
         assert page.read() == Statistics(boundaries=1)
 
 
+@pytest.mark.shows("forged statistics and pages harm nobody")
 def test_whatever_stands_in_a_page_reading_it_does_no_harm(
     statistics: tuple[Page[Statistics], mmap.mmap, Page[Statistics]],
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_job_with_one_gpu_has_that_one() -> None:
     assert gpu_of(["GPU-1a2b"], (), rank(7), "nonsense") == "GPU-1a2b"
 
 
+@pytest.mark.shows("ranks that claim other GPUs, or more GPUs than there are, are refused")
 @pytest.mark.parametrize(
     ("number", "visible", "problem"),
     [

@@ -46,6 +46,7 @@ def test_a_launch_has_to_end_while_the_gpu_is_idle(throttle: Throttle) -> None:
     assert 0 < throttle.wait_ns(order, NOW, work_ns=3 * MS) < LOOK_AGAIN_NS  # the gap may be longer by then
 
 
+@pytest.mark.shows("opportunistic jobs get gaps of the guaranteed one and a share of its time")
 def test_a_gap_ends_when_the_guaranteed_job_says_that_it_is_busy(throttle: Throttle) -> None:
     order = Order(VALID, Verdict.RUN, open_until_ns=NOW + 9 * MS, idle_since_ns=NOW - MS)
     assert throttle.wait_ns(order, NOW, busy_since_ns=NOW - 2 * MS) == 0  # it was, before this gap

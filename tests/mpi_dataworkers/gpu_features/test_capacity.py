@@ -41,6 +41,7 @@ def _interpreted() -> Iterator[None]:
         yield
 
 
+@pytest.mark.shows("probes measure what layers leave of a GPU's two resources")
 def test_a_layer_leaves_of_each_resource_what_it_does_not_take() -> None:
     """Up to the 3 % that it may become slower, and one program more or less."""
     gpu = FakeGpu([EMBEDDING, MLP, IDLE])
@@ -100,6 +101,7 @@ class OtherLayers(FakeGpu):
         return [LayerTime(f"layer {self.num_steps}", 1e-3)]
 
 
+@pytest.mark.shows("wrong types and senseless numbers are refused at every entry of GPU features")
 def test_what_measures_nothing_is_refused_in_words() -> None:
     gpu = FakeGpu([MLP])
     device, nan = FakeGpu([MLP], num_multiprocessors=0), float("nan")
@@ -176,6 +178,7 @@ def test_layers_of_a_real_model_on_the_cpu_are_timed_and_are_the_whole_step() ->
         timed(model, lambda: next(ways)(), steps=2)
 
 
+@pytest.mark.shows("probes measure what layers leave of a GPU's two resources")
 def test_probes_compute_what_they_should_in_the_interpreter() -> None:
     from hetstream.mpi_dataworkers.gpu_features import probes
 
@@ -193,6 +196,7 @@ def test_probes_compute_what_they_should_in_the_interpreter() -> None:
     assert made.view(3, 16)[2].isnan().all()
 
 
+@pytest.mark.shows("probes measure what layers leave of a GPU's two resources")
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_probes_are_compiled_for_gpus_that_are_not_here(architecture: int, tmp_path: object) -> None:
     """Without spills; memory is read in vectors, and nothing of a probe is left out as of no use."""

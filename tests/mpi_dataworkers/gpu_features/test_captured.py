@@ -102,6 +102,7 @@ def without_padding(value: Any) -> Any:
     return JaggedBatch(value.keys, value.values[:filled], value.lengths)
 
 
+@pytest.mark.shows("batch n+2 is copied and n+1 computed while n is trained")
 def test_replays_train_on_each_batch_and_compute_the_next() -> None:
     batches, streams = of_one_size(14), FakeStreams()
     found, num_replays = run(batches, streams)
@@ -128,6 +129,7 @@ def test_without_room_for_slots_or_batches_no_batch_is_lost(full_at: tuple[int, 
     check(found, batches)
 
 
+@pytest.mark.shows("batch n+2 is copied and n+1 computed while n is trained")
 def test_behind_an_error_training_goes_on_with_the_next_batch_in_its_slot() -> None:
     batches, training = of_one_size(16), Training()
     batches[12] = batches[12] | {"dense0": torch.zeros(6, dtype=torch.float64)}
@@ -178,6 +180,7 @@ def lists_of(count: int, rows: int = 6) -> list[dict[str, Any]]:
     return [batch_of(SIZE, rows, seed) for seed in range(count)]
 
 
+@pytest.mark.shows("batch n+2 is copied and n+1 computed while n is trained")
 def test_lists_of_all_lengths_are_replayed_where_the_plan_is_padded() -> None:
     """Without padding nearly each batch has a size of its own."""
     batches = lists_of(40)
@@ -255,6 +258,7 @@ def test_what_a_step_does_and_why() -> None:
         assert (decided.act, why in decided.reason) == (act, True), given
 
 
+@pytest.mark.shows("batch n+2 is copied and n+1 computed while n is trained")
 def test_the_fake_finds_what_cuda_would_not_capture() -> None:
     """And what a graph gives is gone when another one is replayed."""
     streams = FakeStreams()

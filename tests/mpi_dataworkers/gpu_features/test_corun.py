@@ -92,6 +92,7 @@ def check(found: dict[str, Any], raw: dict[str, Any]) -> None:
         same(found[name], value)
 
 
+@pytest.mark.shows("batch n+2 is copied and n+1 computed while n is trained")
 @pytest.mark.parametrize("seed", range(20))
 def test_each_batch_is_prepared_computed_and_handed_over_once_whatever_begins_when(seed: int) -> None:
     """The pure part alone, with layers that begin twice, not at all, or before there is anything."""
@@ -164,6 +165,7 @@ class Hasty(FakeStreams):
             super().wait(stream, event)
 
 
+@pytest.mark.shows("batch n+2 is copied and n+1 computed while n is trained")
 @pytest.mark.parametrize("forgotten", [Stream.PREPROCESSING, Stream.TRAINING])
 def test_the_fake_finds_what_would_be_read_too_early(forgotten: Stream) -> None:
     model = Model()
@@ -171,6 +173,7 @@ def test_the_fake_finds_what_would_be_read_too_early(forgotten: Stream) -> None:
         next(iter(beside(BATCHES)))
 
 
+@pytest.mark.shows("without GPU memory, data workers compute until there is some again")
 @pytest.mark.parametrize("full_at", [(at,) for at in range(10)] + [tuple(range(10))])
 def test_wherever_the_gpu_is_full_no_batch_is_lost_and_that_is_said_once(
     full_at: tuple[int, ...], caplog: pytest.LogCaptureFixture
@@ -213,6 +216,7 @@ def test_data_workers_compute_the_graph_from_then_on(
     assert ("no room" if full_at else "there is no GPU here") in message
 
 
+@pytest.mark.shows("without GPU memory, data workers compute until there is some again")
 @pytest.mark.parametrize("packed_by", ["trainer", "data workers"])
 def test_the_graph_comes_back_when_there_is_room_again_and_that_is_said(
     packed_by: str, caplog: pytest.LogCaptureFixture
@@ -383,6 +387,7 @@ def test_what_an_iteration_has_taken_ahead_is_never_left_out_in_silence() -> Non
         next(second)
 
 
+@pytest.mark.shows("a feature graph is computed once, also where a loader computes it already")
 def test_a_loader_whose_batches_have_the_outputs_already_is_refused() -> None:
     """Else a graph whose outputs have the names of its inputs would be computed twice."""
     graph = FeatureGraph.of({"dense0": dense("dense0", is_nullable=True) >> ops.FillNull(2.0) >> ops.Logit(1e-3)})
@@ -400,6 +405,7 @@ def test_a_loader_whose_batches_have_the_outputs_already_is_refused() -> None:
         same(found["dense0"], FeatureTransform(graph)(FeatureTransform(other)(BATCHES[0]))["dense0"])
 
 
+@pytest.mark.shows("a feature graph is computed once, also where a loader computes it already")
 def test_what_is_compiled_has_no_preprocessing_in_it() -> None:
     """A model that is compiled as a whole has no layers; one whose modules are compiled has them."""
     whole = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -415,6 +421,7 @@ def test_what_is_compiled_has_no_preprocessing_in_it() -> None:
         assert num_beside == (len(BATCHES) - 1 if has_layers else 0)
 
 
+@pytest.mark.shows("batch n+2 is copied and n+1 computed while n is trained")
 def test_an_interrupted_program_that_goes_on_misses_no_batch() -> None:
     class Interrupted(FakeStreams):
         num_copies = 0
@@ -436,6 +443,7 @@ def test_an_interrupted_program_that_goes_on_misses_no_batch() -> None:
         check(features, raw)
 
 
+@pytest.mark.shows("NaN, ids beyond tables and empty batches are computed alike everywhere")
 def test_empty_batches_and_no_batch() -> None:
     model, empty = Model(), batch_of(SIZE, 0)
     with corun(model) as beside:
@@ -521,6 +529,7 @@ def test_a_plan_puts_features_where_layers_have_room_and_takes_no_more_programs_
     assert [launch.layer for launch in at_once.launches] == ["wide.forward"]
 
 
+@pytest.mark.shows("wrong types and senseless numbers are refused at every entry of GPU features")
 def test_what_a_plan_cannot_be_made_of_is_refused_in_words() -> None:
     layers = (Layer("dense.forward", 1e-3, 9e-4, 9e-4),)
     for given, words in (

@@ -92,6 +92,7 @@ def test_the_kernel_does_what_the_reference_does_on_random_graphs(seed: int) -> 
     check_random_graph(seed)
 
 
+@pytest.mark.shows("one kernel computes all operators of a graph, with any number of programs")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(20, 500, 60))
 def test_the_kernel_does_what_the_reference_does_on_500_random_graphs(first: int) -> None:
@@ -105,6 +106,7 @@ def test_random_graphs_have_all_operators() -> None:
     assert kinds == {*ops.OPERATORS}
 
 
+@pytest.mark.shows("one kernel computes all operators of a graph, with any number of programs")
 @pytest.mark.parametrize("number", [0, 2])
 def test_the_papers_plans_in_the_layout_that_a_trainer_takes(number: int) -> None:
     """A matrix of all dense features, and all lists key by key as KeyedJaggedTensor has them."""
@@ -144,6 +146,7 @@ def test_outputs_of_every_form_from_common_inputs() -> None:
     assert fused(FeatureGraph.of({"x": dense("x")}))({"x": torch.tensor([1.0])})["x"].tolist() == [1.0]
 
 
+@pytest.mark.shows("one kernel computes all operators of a graph, with any number of programs")
 def test_the_number_of_programs_changes_nothing() -> None:
     graph, batch = make_plan(PLANS[0]), batch_of(PLANS[0], 9)
     alone, many = (fused(graph, num_programs=count, tile=8)(batch) for count in (1, 50))
@@ -171,6 +174,7 @@ def test_a_batch_that_does_not_fit_is_refused_feature_by_feature() -> None:
             fused(make_plan(PLANS[0]), **options)
 
 
+@pytest.mark.shows("lists longer than the arena, and lengths that do not add up, are told")
 def test_results_that_no_memory_has_room_for_are_refused_before_anything_is_made_of_them() -> None:
     """A list of a million ids, and an Ngram of half of them: a quarter of a million million values."""
     graph = FeatureGraph.of({"x": jagged("ids") >> ops.Ngram(500_000)})
@@ -181,6 +185,7 @@ def test_results_that_no_memory_has_room_for_are_refused_before_anything_is_made
         pack(num_rows, features)
 
 
+@pytest.mark.shows("lists longer than the arena, and lengths that do not add up, are told")
 def test_lengths_that_do_not_add_up_reach_no_kernel() -> None:
     transform = fused(FeatureGraph.of({"x": jagged("ids") >> ops.SigridHash(1, 50)}))
     for lengths in ([2**62, 2**62, 3], [-1, 4, 0], [1, 1, 0]):
@@ -188,6 +193,7 @@ def test_lengths_that_do_not_add_up_reach_no_kernel() -> None:
             transform({"ids": Jagged(torch.tensor([1, 2, 3]), torch.tensor(lengths))})
 
 
+@pytest.mark.shows("NaN, ids beyond tables and empty batches are computed alike everywhere")
 def test_numbers_that_are_none_and_ids_beyond_tables_are_what_they_are_in_host_memory() -> None:
     """NaN, infinity, the ends of int64, ids below and beyond a table: each by each operator that takes them."""
     reals = torch.tensor([NAN, INF, -INF, -0.0, 1e-45, 3.4e38, -3.4e38, 0.5])
@@ -217,6 +223,7 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         FusedTransform(make_plan(PLANS[0]), device="cpu")
 
 
+@pytest.mark.shows("without GPU memory, data workers compute until there is some again")
 @pytest.mark.parametrize("is_too_large", [True, False])
 def test_without_memory_a_batch_is_computed_in_host_memory_and_that_is_said_once(
     is_too_large: bool, caplog: pytest.LogCaptureFixture
@@ -238,6 +245,7 @@ def test_without_memory_a_batch_is_computed_in_host_memory_and_that_is_said_once
     assert "more about it" not in message
 
 
+@pytest.mark.shows("one kernel computes all operators of a graph, with any number of programs")
 @pytest.mark.parametrize("tiles", [(256,), pytest.param((64, 128, 512), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernel_is_compiled_for_gpus_that_are_not_here(
@@ -255,6 +263,7 @@ print(json.dumps([vars(compile_for({architecture}, tile)) for tile in {tiles}]))
         assert compiled["spilled_bytes"] == 0
 
 
+@pytest.mark.shows("a graph that does not fit its batches, or a kernel that cannot be compiled, is told")
 @pytest.mark.parametrize(
     "error",
     [

@@ -108,6 +108,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.shows("the examples of the GPU feature guide run as they are printed")
 def test_the_examples_of_the_gpu_guide_run_as_they_are_printed(
     reader: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

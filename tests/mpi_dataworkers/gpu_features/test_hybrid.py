@@ -45,6 +45,7 @@ def test_a_graph_that_fits_stays_on_the_gpu() -> None:
     assert decision.reason == "all 104 operators fit beside training: it is 0 us longer, and 0 us are allowed"
 
 
+@pytest.mark.shows("what exceeds the GPU's leftover goes to data workers, and is decided anew while it runs")
 def test_what_exceeds_the_leftover_goes_to_data_workers_and_no_more() -> None:
     tight = decided(2.0)
     assert 0 < on_trainer(tight) < 104
@@ -76,6 +77,7 @@ def test_the_decided_cut_makes_the_bytes_of_the_whole(pressure: float) -> None:
     assert as_bytes(found) == as_bytes(FeatureTransform(PLAN)(batch))
 
 
+@pytest.mark.shows("what exceeds the GPU's leftover goes to data workers, and is decided anew while it runs")
 def test_decided_cuts_of_random_graphs_make_the_bytes_of_the_whole() -> None:
     parts = set()
     for seed in range(30):

@@ -66,6 +66,7 @@ def test_a_feature_leaves_a_crowded_gpu_where_sending_it_is_worth_it() -> None:
     assert balanced(Model(cluster(2), heavy)).moves == 0, "a feature of a gigabyte stays"
 
 
+@pytest.mark.shows("features are placed on eight GPUs of a model")
 def test_a_table_whose_rows_are_on_all_gpus_is_fed_by_the_gpus_that_have_time() -> None:
     """It begins on both GPUs; the crowded one then gets it from the other."""
     model = Model(cluster(2), (feature("shared", 6 * US, 0, 1), feature("own", 12 * US, 0, num_bytes=6e6)))
@@ -81,6 +82,7 @@ features = st.lists(
 )
 
 
+@pytest.mark.shows("features are placed on eight GPUs of a model")
 @settings(max_examples=50, deadline=None)
 @given(features)
 def test_moves_never_make_the_slowest_gpu_slower_and_lose_nothing(drawn: list[tuple[float, set[int], float]]) -> None:
@@ -101,6 +103,7 @@ def test_moves_never_make_the_slowest_gpu_slower_and_lose_nothing(drawn: list[tu
     assert sum(each.sent for each in exchanges) == pytest.approx(sum(each.received for each in exchanges))
 
 
+@pytest.mark.shows("features are placed on eight GPUs of a model")
 def test_no_mapping_is_better_than_the_bound() -> None:
     for seed in range(25):
         draw = random.Random(seed)
@@ -208,6 +211,7 @@ def test_clusters_and_features_that_cannot_be_are_refused() -> None:
         estimate_s("x")  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("wrong types and senseless numbers are refused at every entry of GPU features")
 def test_a_mapping_of_another_model_is_refused() -> None:
     model = Model(cluster(4), (feature("a", US, 0), feature("b", US, 1, 2)))
     for mapping, words in (

@@ -31,6 +31,7 @@ TABLE_3 = {
 by_name = pytest.mark.parametrize("size", PLANS, ids=[size.name for size in PLANS])
 
 
+@pytest.mark.shows("a loader takes a feature graph by `features=`, under plans 0 to 4")
 @by_name
 def test_a_plan_has_as_many_features_and_operators_as_the_papers_table(size: PlanSize) -> None:
     graph = make_plan(size)
@@ -52,6 +53,7 @@ def test_random_plans_have_all_operators_and_tables_the_papers_rows() -> None:
         assert {type(step.operator) for step in make_plan(size).steps} == {*OPERATORS}
 
 
+@pytest.mark.shows("a loader takes a feature graph by `features=`, under plans 0 to 4")
 @by_name
 def test_a_plan_is_the_same_everywhere_and_another_with_another_seed(size: PlanSize) -> None:
     graph = make_plan(size)
@@ -101,6 +103,7 @@ def test_operators_cost_what_their_values_are() -> None:
     assert length_after(Ngram(3), 0.0) == 0.0
 
 
+@pytest.mark.shows("wrong types and senseless numbers are refused at every entry of GPU features")
 def test_sizes_and_devices_that_cannot_be_are_refused() -> None:
     for changed, words in (
         ({"num_dense": -1}, "num_dense=-1: give a whole number, 0 to 100000"),

@@ -134,6 +134,7 @@ def test_when_all_data_workers_are_gone_the_gpu_has_the_graph_and_when_they_come
     assert whole.exposed_s == 0
 
 
+@pytest.mark.shows("what exceeds the GPU's leftover goes to data workers, and is decided anew while it runs")
 @pytest.mark.parametrize("seed", range(6))
 def test_decisions_settle_near_the_best_cut_and_do_not_swing(seed: int) -> None:
     draw = random.Random(seed)

@@ -69,6 +69,7 @@ problems = st.builds(
 )
 
 
+@pytest.mark.shows("schedules obey their laws, and the search is compared with HiGHS")
 @settings(max_examples=60, deadline=None)
 @given(problems, st.integers(0, 9))
 def test_schedules_keep_dependencies_and_layers_and_say_what_they_cost(problem: Problem, seed: int) -> None:
@@ -154,6 +155,7 @@ def test_kernels_are_as_large_as_they_get() -> None:
     assert [(kind, len(operations)) for kind, operations in fuse(alike)] == [("a", 20), ("b", 20), ("c", 20)]
 
 
+@pytest.mark.shows("schedules obey their laws, and the search is compared with HiGHS")
 def test_algorithm_1_cuts_a_kernel_where_a_layer_is_full() -> None:
     """A launch of 1 us and operations of 1 us each: 4 of 10 fit beside the first layer, 6 beside the second."""
     problem = Problem(chains(*["a"] * 10), (Layer("first", 1, 5 * US, 5 * US), Layer("second", 1, 8 * US, 8 * US)), US)
@@ -199,6 +201,7 @@ def test_a_search_that_is_stopped_among_worse_schedules_gives_the_best() -> None
     assert ranks == sorted(ranks, reverse=True)
 
 
+@pytest.mark.shows("schedules obey their laws, and the search is compared with HiGHS")
 @pytest.mark.slow
 @pytest.mark.parametrize("pressure", [0.75, 0.95, 1.1])
 def test_the_search_is_not_worse_than_an_exact_solver(pressure: float) -> None:

@@ -16,6 +16,7 @@ def graph(*operators: Operator, outputs: tuple[str, ...] = ()) -> ForwardGraph:
     return ForwardGraph(operators, outputs or (operators[-1].name,))
 
 
+@pytest.mark.shows("what no parameter, changed buffer or side effect leads to moves out of a forward")
 def test_what_a_parameter_leads_to_stays_and_what_leads_there_moves() -> None:
     verdicts = classify(
         graph(
@@ -47,6 +48,7 @@ def test_random_operators_move_only_when_asked_for() -> None:
     assert everything["y"].moves
 
 
+@pytest.mark.shows("arguments and leaves that are changed in place stay right")
 def test_what_is_changed_in_place_stays_with_all_that_shares_its_memory() -> None:
     verdicts = classify(
         graph(
@@ -61,6 +63,7 @@ def test_what_is_changed_in_place_stays_with_all_that_shares_its_memory() -> Non
     assert verdicts["x"].reason == "aten.add_.Tensor (train.py:7) changes it in place"
 
 
+@pytest.mark.shows("what no parameter, changed buffer or side effect leads to moves out of a forward")
 def test_a_buffer_that_the_forward_changes_keeps_what_reads_it() -> None:
     verdicts = classify(
         graph(
@@ -81,6 +84,7 @@ def test_an_operator_that_says_why_it_stays_is_believed() -> None:
     assert verdicts["own"].reason == "a custom operator"
 
 
+@pytest.mark.shows("that an argument of a forward is a leaf of the batch is proved")
 def test_an_argument_that_is_no_leaf_of_the_batch_stays() -> None:
     mixed = Operator("m", "argument 1", kind=Kind.PLAIN)
     verdicts = classify(graph(LEAF, mixed, Operator("y", "aten.log.default", ("m",))), Offload.AUTO)

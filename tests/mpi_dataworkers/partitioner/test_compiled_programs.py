@@ -118,6 +118,7 @@ def test_a_function_of_the_forward_that_torch_compile_compiles_keeps_it_whole(lo
     assert "a part of the model" in done.reason
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 def test_a_compiled_model_of_a_program_that_knows_nothing_has_its_losses(
     make: Callable[[], torch.nn.Module], three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

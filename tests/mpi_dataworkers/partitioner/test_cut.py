@@ -27,6 +27,7 @@ def cutter(graph: ForwardGraph, costs: dict[str, OperatorCost]) -> Cutter:
     return Cutter(graph, movable, costs)
 
 
+@pytest.mark.shows("costs decide where a forward is cut; a cut that gains nothing is taken back")
 def test_cheap_bytes_move_all_that_costs_the_trainer() -> None:
     graph, costs = chain(OperatorCost(0.03, 0.01, 1000), OperatorCost(0.02, 0.01, 1000))
     decision = cutter(graph, costs).decide(RATES)
@@ -36,6 +37,7 @@ def test_cheap_bytes_move_all_that_costs_the_trainer() -> None:
     assert "2 operators moved" in decision.reason
 
 
+@pytest.mark.shows("costs decide where a forward is cut; a cut that gains nothing is taken back")
 def test_a_value_that_would_fill_the_wire_is_made_by_the_trainer() -> None:
     graph, costs = chain(OperatorCost(0.03, 0.01, 1000), OperatorCost(0.02, 0.001, 500_000_000))
     assert cutter(graph, costs).decide(RATES).moved == {"o0"}
@@ -117,6 +119,7 @@ def random_problem(seed: int) -> tuple[ForwardGraph, dict[str, OperatorCost]]:
     return ForwardGraph(tuple(operators), ("dense",)), costs
 
 
+@pytest.mark.shows("costs decide where a forward is cut; a cut that gains nothing is taken back")
 @pytest.mark.parametrize("seed", range(25))
 def test_no_cut_is_much_faster_than_the_one_decided(seed: int) -> None:
     graph, costs = random_problem(seed)

@@ -61,6 +61,7 @@ def both(
     return done
 
 
+@pytest.mark.shows("what no parameter, changed buffer or side effect leads to moves out of a forward")
 def test_what_runs_before_a_decision_by_the_data_moves(loaders: Callable[..., Any], three: Any) -> None:
     done = both(loaders, models.DecidesByData, num_rows=77, service=three.name)
     assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (4, 6, 0), done.counts.reasons
@@ -72,6 +73,7 @@ def test_what_runs_before_a_decision_by_the_data_moves(loaders: Callable[..., An
     assert {line.split(":")[0] for line in lines} == {"sample_models.py"}
 
 
+@pytest.mark.shows("a forward that decides by the data, reads files or the time, or has side effects, stays right")
 @pytest.mark.parametrize(
     "kind", [models.DecidesInside, models.DecidesTwice, models.ChangesInPlaceLater, models.DecidesAndNormalises]
 )

@@ -72,6 +72,7 @@ def test_a_data_worker_may_die_at_every_point(
     assert losses == [loss for number in range(epoch + 1) for loss in alone.epoch(number)]
 
 
+@pytest.mark.shows("a partitioned program has the losses of the original, bit for bit on CPU trainers")
 def test_a_run_with_random_operators_goes_on_from_its_state_as_if_it_had_not_ended(loaders: Callable[..., Any]) -> None:
     whole = [*Run(loaders(models.Rows(80)), models.Noisy).epoch(1)]
     first = Run(loaders(models.Rows(80)), models.Noisy)

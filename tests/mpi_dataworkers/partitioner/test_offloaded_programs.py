@@ -92,6 +92,7 @@ def program(tmp_path: Path) -> Iterator[Any]:
         one.kill()
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 @pytest.mark.parametrize("kind", ["torch", "ours"])
 def test_two_ranks_train_as_without(kind: str, service: Any, program: Any) -> None:
     service.start_workers(3)
@@ -106,6 +107,7 @@ def test_two_ranks_train_as_without(kind: str, service: Any, program: Any) -> No
     assert moved.log().count(MOVED) == 2, moved.log()
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 def test_a_killed_program_goes_on_from_its_checkpoint(service: Any, program: Any) -> None:
     service.start_workers(3)
     plain, moved = program("ours", "plain", None), program("ours", "moved", service.name)
@@ -123,6 +125,7 @@ def test_a_killed_program_goes_on_from_its_checkpoint(service: Any, program: Any
     assert moved.log().count(MOVED) >= 2, moved.log()
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_it_goes_on_at_another_world_size(before: int, after: int, service: Any, program: Any) -> None:
     service.start_workers(3)
@@ -152,6 +155,7 @@ def test_two_programs_of_one_service_of_which_one_is_partitioned(service: Any, p
     assert "operators" not in alone.log()
 
 
+@pytest.mark.shows("`hetstream explain` has the table of a forward, and draws the graph")
 def test_a_program_with_our_loader_is_explained(tmp_path: Path) -> None:
     argv = [str(Path(sys.executable).with_name("hetstream")), "explain", "--json", str(PROGRAM), "ours"]
     done = subprocess.run(

@@ -81,6 +81,7 @@ def check_program(name: str, loaders: Callable[..., Any], **options: Any) -> Non
         assert not done.is_active
 
 
+@pytest.mark.shows("a partitioned program has the losses of the original, bit for bit on CPU trainers")
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_each_program_has_the_losses_that_it_has_without(name: str, loaders: Callable[..., Any], three: Any) -> None:
     check_program(name, loaders, service=three.name)
@@ -112,6 +113,7 @@ class FallingBorders(torch.nn.Module):
         return self.layer(torch.bucketize(clean, self.borders).float()).squeeze(1)
 
 
+@pytest.mark.shows("NaN, ids out of range, borders that decrease and empty features are computed or refused")
 def test_borders_that_decrease_are_named_with_their_line(
     loaders: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,6 +144,8 @@ SAID = {
 }
 
 
+@pytest.mark.shows("a forward that decides by the data, reads files or the time, or has side effects, stays right")
+@pytest.mark.shows("what no parameter, changed buffer or side effect leads to moves out of a forward")
 @pytest.mark.parametrize("kind", SAID, ids=lambda kind: kind.__name__)
 def test_what_a_graph_cannot_hold_is_named_and_the_program_has_its_losses(
     kind: type[torch.nn.Module], loaders: Callable[..., Any]
@@ -152,6 +156,7 @@ def test_what_a_graph_cannot_hold_is_named_and_the_program_has_its_losses(
     assert any(SAID[kind] in reason for reason in reasons), reasons
 
 
+@pytest.mark.shows("a partitioned program has the losses of the original, bit for bit on CPU trainers")
 def test_random_numbers_stay_where_they_are_unless_asked_for(loaders: Callable[..., Any]) -> None:
     dataset = models.Rows(80)
 
@@ -171,6 +176,7 @@ def test_random_numbers_stay_where_they_are_unless_asked_for(loaders: Callable[.
     assert losses("all")[0] == moved
 
 
+@pytest.mark.shows("a partitioned program has the losses of the original, bit for bit on CPU trainers")
 def test_dropout_draws_the_same_numbers(loaders: Callable[..., Any]) -> None:
     done, _ = both(loaders, models.Drops, offload="auto", rates=FAST)
     assert done.counts.partitioned == 7
@@ -194,6 +200,7 @@ def test_jagged_values_move_as_far_as_the_table(loaders: Callable[..., Any]) -> 
     assert any("unique" in targets[name].target for name in done.decision.moved)
 
 
+@pytest.mark.shows("a forward that decides by the data, reads files or the time, or has side effects, stays right")
 @pytest.mark.parametrize("kind", [models.HoldsLambda, models.FallingBorders, models.EmptyJagged])
 def test_odd_models_and_values_have_their_losses(kind: type[torch.nn.Module], loaders: Callable[..., Any]) -> None:
     both(loaders, kind)
@@ -209,6 +216,7 @@ def test_an_error_of_the_program_is_raised_as_it_is(loaders: Callable[..., Any])
     assert any(entry.path.name == "sample_models.py" for entry in raised.traceback)
 
 
+@pytest.mark.shows("that an argument of a forward is a leaf of the batch is proved")
 def test_what_stands_between_loader_and_forward_is_proved_to_only_move(loaders: Callable[..., Any]) -> None:
     def moved(_: int, batch: Any) -> Any:
         return [batch[0].to("cpu", non_blocking=True), batch[1]]
@@ -226,6 +234,7 @@ def test_what_stands_between_loader_and_forward_is_proved_to_only_move(loaders: 
     assert "no argument of the forward is a tensor of the loader" in done.reason
 
 
+@pytest.mark.shows("that an argument of a forward is a leaf of the batch is proved")
 def test_a_leaf_that_the_program_changes_in_place_is_no_leaf_any_more(loaders: Callable[..., Any]) -> None:
     def changed(number: int, batch: Any) -> Any:
         if number == 5:
@@ -255,6 +264,7 @@ def test_a_part_of_a_leaf_that_is_only_read_leaves_the_leaf_as_it_is(loaders: Ca
     assert (done.counts.checked, done.counts.original) == (3, 0)
 
 
+@pytest.mark.shows("arguments and leaves that are changed in place stay right")
 def test_an_output_that_data_workers_computed_may_be_changed_in_place(loaders: Callable[..., Any]) -> None:
     class Returns(models.Clean):
         def forward(self, values: torch.Tensor) -> Any:
@@ -367,6 +377,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
 }
 
 
+@pytest.mark.shows("a model or a batch that changes its structure stays right")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes_is_seen_to(change: str, loaders: Callable[..., Any]) -> None:
     done = change_in_mid_run(loaders, CHANGES[change][0])
@@ -400,6 +411,7 @@ def test_a_checkpoint_with_the_same_buffers_keeps_the_cut(loaders: Callable[...,
     assert [*done.counts.reasons] == ["a tensor that the forward reads, of which data workers have a copy, has changed"]
 
 
+@pytest.mark.shows("hooks, and values that are no tensors, stay right in a partitioned forward")
 def test_hooks_inside_the_model_are_a_part_of_it(loaders: Callable[..., Any]) -> None:
     def hooked() -> torch.nn.Module:
         model = models.Clean()
@@ -410,6 +422,7 @@ def test_hooks_inside_the_model_are_a_part_of_it(loaders: Callable[..., Any]) ->
     assert done.counts.partitioned == 7
 
 
+@pytest.mark.shows("a model or a batch that changes its structure stays right")
 def test_a_batch_of_another_size_is_taken_and_one_with_other_bytes_runs_as_written(loaders: Callable[..., Any]) -> None:
     done, _ = both(loaders, models.Clean, num_rows=77)
     assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (4, 6, 0), "each size is checked"
@@ -423,6 +436,7 @@ def test_a_batch_of_another_size_is_taken_and_one_with_other_bytes_runs_as_writt
     assert done.counts.original == 6
 
 
+@pytest.mark.shows("a leaf is always sent, and moved values are taken only for its very bytes")
 def test_a_copy_of_the_batch_is_as_good_as_the_batch(loaders: Callable[..., Any]) -> None:
     done, _ = both(loaders, models.Clean, between=lambda _, batch: [batch[0].double().float().clone(), batch[1]])
     assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 7, 0)
@@ -446,6 +460,7 @@ def test_evaluation_copies_and_checkpoints_know_nothing_of_it(loaders: Callable[
     assert "_compiled_call_impl" not in vars(model)
 
 
+@pytest.mark.shows("the first batches of a cut are computed both ways, and a difference ends it")
 def test_a_difference_in_the_check_ends_it(loaders: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from hetstream.mpi_dataworkers.partitioner import split
 
@@ -457,12 +472,14 @@ def test_a_difference_in_the_check_ends_it(loaders: Callable[..., Any], monkeypa
     assert done.counts.partitioned == 0
 
 
+@pytest.mark.shows("the first batches of a cut are computed both ways, and a difference ends it")
 def test_work_in_vain_ends(loaders: Callable[..., Any]) -> None:
     done, _ = both(loaders, models.Clean, between=lambda _, batch: [batch[0] + 1, batch[1]], num_rows=480)
     assert not done.is_active
     assert "50 steps in a row could not use it" in done.reason
 
 
+@pytest.mark.shows("costs decide where a forward is cut; a cut that gains nothing is taken back")
 def test_another_decision_takes_effect_between_two_steps(loaders: Callable[..., Any]) -> None:
     dataset = models.Rows(80)
     torch.manual_seed(0)
@@ -485,6 +502,7 @@ def test_another_decision_takes_effect_between_two_steps(loaders: Callable[..., 
     assert not done.is_active
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 def test_mixed_precision_and_ddp(loaders: Callable[..., Any], tmp_path: Any) -> None:
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -65,6 +65,7 @@ def train(loader: Any, model: torch.nn.Module) -> list[str]:
     return losses
 
 
+@pytest.mark.shows("hooks, and values that are no tensors, stay right in a partitioned forward")
 @pytest.mark.parametrize("kind", [TakesBatch, ReadsName, AsksForType])
 def test_names_in_a_batch_are_handed_on_unless_the_forward_looks_at_them(
     kind: type[torch.nn.Module], loaders: Callable[..., Any], three: Any
@@ -105,6 +106,7 @@ def sometimes_more(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return batch | {"extra": torch.ones(len(rows))} if rows[0]["name"].endswith("4") else batch
 
 
+@pytest.mark.shows("a model or a batch that changes its structure stays right")
 def test_a_batch_whose_structure_changes_runs_as_it_is_written(loaders: Callable[..., Any], three: Any) -> None:
     dataset = NamedRows(80)
     torch.manual_seed(0)
@@ -126,6 +128,7 @@ class ChangesItsBatch(models.Clean):
         return super().forward(batch["made"])
 
 
+@pytest.mark.shows("arguments and leaves that are changed in place stay right")
 def test_what_a_forward_changes_in_its_arguments_the_program_finds_in_its_own(
     loaders: Callable[..., Any], three: Any
 ) -> None:

@@ -51,6 +51,7 @@ def model_of(kind: type[torch.nn.Module]) -> torch.nn.Module:
     return kind()
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 @pytest.mark.parametrize("name", ["dlrm", "cnn", "depends_on_data"])
 def test_a_program_that_knows_nothing_has_its_losses(
     name: str, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -67,6 +68,7 @@ def test_a_program_that_knows_nothing_has_its_losses(
     assert not _calls.followers
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 def test_evaluation_between_two_epochs_and_a_second_loader_change_nothing(
     three: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_loader_whose_batches_arrive_nowhere_is_followed_no_more(
     assert "its batches arrive in no model's forward as the loader gives them" in caplog.text
 
 
+@pytest.mark.shows("partitioning works with evaluation, AMP, DDP, `torch.compile`, two models and two loaders")
 def test_two_models_of_one_loader_stay_where_they_are(offloading: None, caplog: pytest.LogCaptureFixture) -> None:
     one, other = model_of(models.Clean), model_of(models.Drops)
     for values, _ in DataLoader(models.Rows(32), 8):
@@ -177,12 +180,14 @@ def test_what_is_said_of_a_model(offloading: None, caplog: pytest.LogCaptureFixt
     assert "data workers run 5 operators of Clean's forward: everything that may move was asked for" in caplog.text
 
 
+@pytest.mark.shows("a partitioned program has the losses of the original, bit for bit on CPU trainers")
 def test_random_operators_move_when_all_is_asked_for(offloading: None, caplog: pytest.LogCaptureFixture) -> None:
     losses_of(model_of(models.Noisy), DataLoader(models.Rows(80), 8))
     assert "data workers run" in caplog.text
     assert "the check of a batch failed" not in caplog.text
 
 
+@pytest.mark.shows("costs decide where a forward is cut; a cut that gains nothing is taken back")
 @pytest.mark.parametrize("gains", [True, False])
 def test_a_cut_that_gains_nothing_is_taken_back(
     gains: bool, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -84,6 +84,7 @@ def changing(change: Any) -> Before:
     return before
 
 
+@pytest.mark.shows("a forward that decides by the data, reads files or the time, or has side effects, stays right")
 @pytest.mark.parametrize("kind", [*STATES, *CONSTANTS])
 def test_what_a_forward_reads_may_change(kind: str, loaders: Callable[..., Any]) -> None:
     make, read, change = (STATES | CONSTANTS)[kind]
@@ -169,6 +170,8 @@ def test_a_method_without_gradients_is_no_part_that_is_compiled(loaders: Callabl
     assert both(loaders, HasNoGradient, lambda *_: None).counts.partitioned == STEPS - 3
 
 
+@pytest.mark.shows("a leaf is always sent, and moved values are taken only for its very bytes")
+@pytest.mark.shows("arguments and leaves that are changed in place stay right")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_batch_may_be_changed_in_place(way: str, loaders: Callable[..., Any]) -> None:
     def before(number: int, _: Any, values: torch.Tensor) -> None:
@@ -268,6 +271,7 @@ def transposed(rows: Any) -> Any:
     return values.t().contiguous().t(), labels
 
 
+@pytest.mark.shows("a leaf is always sent, and moved values are taken only for its very bytes")
 def test_what_a_program_reads_is_what_its_forward_had(loaders: Callable[..., Any], three: Any) -> None:
     dataset, model = Drawn(8 * STEPS), models.Clean()
     loader = loaders(dataset, service=three.name, collate_fn=transposed)

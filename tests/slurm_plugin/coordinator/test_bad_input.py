@@ -56,6 +56,7 @@ def reason(node: Node) -> str:
     return next(process.reason for process in shown(node).processes if process.job_class == "opportunistic")
 
 
+@pytest.mark.shows("a job that lies about its memory gains nothing by it")
 def test_a_job_that_says_that_it_holds_less_memory_than_it_does_is_frozen(node: Node, guaranteed: Connection) -> None:
     with closing(connect(node, JobClass.OPPORTUNISTIC)) as liar, closing(EmulatedGpuFile(node.gpu_file)) as memory:
         report(liar, boundaries=5, held_bytes=MIB, peak_bytes=MIB, is_idle=1)
@@ -67,6 +68,7 @@ def test_a_job_that_says_that_it_holds_less_memory_than_it_does_is_frozen(node: 
         node.wait_until(lambda: is_told(liar, Verdict.RUN), 10, "an order to run again")
 
 
+@pytest.mark.shows("a GPU that vanishes, or is a part of one, is told")
 @pytest.mark.parametrize("how", ["shorter", "other", "removed", "another of its name"])
 def test_on_a_gpu_that_vanishes_the_others_pause_and_the_coordinator_goes_on(
     node: Node, guaranteed: Connection, how: str
@@ -94,6 +96,7 @@ def test_on_a_gpu_that_vanishes_the_others_pause_and_the_coordinator_goes_on(
         node.wait_until(lambda: is_told(other, Verdict.RUN), 10, "an order to run again")
 
 
+@pytest.mark.shows("forged statistics and pages harm nobody")
 @pytest.mark.parametrize(
     "record", [{"boundaries": 2**63 - 1}, {"held_bytes": -1}, {"updated_ns": 2**62}, {"is_idle": 7}]
 )
@@ -118,6 +121,7 @@ def test_a_gpu_that_is_named_twice_is_refused_in_one_line(node: Node) -> None:
     assert done.stderr.splitlines() == [f"hetstream gpu: UsageError: --gpu {node.gpu}: it is named twice"]
 
 
+@pytest.mark.shows("a GPU under two spellings, or a file in its place, is found")
 def test_a_gpu_under_two_spellings_is_one(node: Node) -> None:
     """Relative, through links, absolute: nobody has a second one of the same memory."""
     link = node.directory / "link"
@@ -136,6 +140,7 @@ def test_a_gpu_under_two_spellings_is_one(node: Node) -> None:
     assert {process.pid for process in shown(node).processes} == {program.process.pid for program in programs}
 
 
+@pytest.mark.shows("there are never two guaranteed jobs on a GPU, also without a packer")
 def test_a_second_guaranteed_job_on_a_gpu_ends_with_one_line(node: Node) -> None:
     """Also in one Slurm job."""
     node.coordinate()
@@ -162,6 +167,7 @@ def test_a_program_that_is_to_share_no_gpu_is_not_run(tmp_path: Path, gpu: str) 
     assert not ran.exists()
 
 
+@pytest.mark.shows("an agent of another version is refused")
 def test_an_agent_of_another_version_ends_with_a_line_or_goes_on_as_if_alone(
     node: Node, guaranteed: Connection
 ) -> None:

@@ -132,6 +132,7 @@ def test_the_others_hear_that_the_guaranteed_job_is_busy_from_itself(
     assert guaranteed.busy_since_ns() == opportunistic.busy_since_ns() == 7
 
 
+@pytest.mark.shows("forged statistics and pages harm nobody")
 @pytest.mark.parametrize("how", ["corrupted", "forged"])
 def test_a_guaranteed_job_whose_page_cannot_be_believed_lets_nobody_on(
     guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil, how: str
@@ -170,6 +171,7 @@ def test_a_process_of_another_version_is_refused_with_a_line(path: Path, coordin
         connect(path, JobClass.OPPORTUNISTIC, version=VERSION + 1)
 
 
+@pytest.mark.shows("unknown classes, and quotas that the cluster cannot keep, are refused")
 def test_an_unknown_class_is_no_class(path: Path, coordinator: Coordinator, tmp_path: Path) -> None:
     """In a program's environment, in what it sends, and in a grant."""
     with pytest.raises(OptionsError, match="HETSTREAM_JOB_CLASS=best: use one of guaranteed, opportunistic"):
@@ -185,6 +187,7 @@ def test_an_unknown_class_is_no_class(path: Path, coordinator: Coordinator, tmp_
     assert not admission.is_reserved(GPU)
 
 
+@pytest.mark.shows("an agent of another version is refused")
 def test_a_coordinator_of_another_version_is_refused_with_a_line(
     path: Path,
 ) -> None:
@@ -257,6 +260,7 @@ def test_what_has_a_guaranteed_jobs_environment_and_no_torch_keeps_no_gpu(
         shell.kill()
 
 
+@pytest.mark.shows("a new coordinator lets nobody on before the guaranteed job has come back")
 def test_a_guaranteed_job_from_before_the_coordinator_has_its_gpu_until_it_comes(
     path: Path, from_before: subprocess.Popen[bytes], wait_until: WaitUntil
 ) -> None:
@@ -340,10 +344,12 @@ class TestGrants:
         admission = GrantedJobs(grants, lambda _: of)
         return admission.admit(Peer(1, uid), Introduction(VERSION, job, JobClass.GUARANTEED, GPU)).job_class
 
+    @pytest.mark.shows("a shared GPU's pages are read-only for jobs, and peers are known by the kernel")
     def test_a_job_is_what_it_was_given_and_not_what_it_says(self, grants: Path) -> None:
         self.grant(grants, "7", JobClass.OPPORTUNISTIC, 1000)
         assert self.admit(grants, "7", 1000) is JobClass.OPPORTUNISTIC
 
+    @pytest.mark.shows("a shared GPU's pages are read-only for jobs, and peers are known by the kernel")
     def test_the_job_of_a_process_is_the_kernels_word_where_there_is_one(self, grants: Path) -> None:
         self.grant(grants, "7", JobClass.GUARANTEED, 1000)
         self.grant(grants, "8", JobClass.OPPORTUNISTIC, 1000)
@@ -379,6 +385,7 @@ class TestGrants:
             self.grant(grants, "9", JobClass.GUARANTEED, 1000)
             wait_until(has(connection, Verdict.PAUSE))
 
+    @pytest.mark.shows("a shared GPU's pages are read-only for jobs, and peers are known by the kernel")
     @needs_root
     def test_another_user_is_known_as_such_and_cannot_open_pages(self, grants: Path, path: Path) -> None:
         self.grant(grants, "7", JobClass.OPPORTUNISTIC, VICTIM)

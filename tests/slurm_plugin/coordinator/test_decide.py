@@ -186,6 +186,7 @@ def test_a_job_that_claims_that_again_and_again_holds_it_up_no_longer(gpu: Gpu) 
     assert sum(free) <= 20, "100 ms each"
 
 
+@pytest.mark.shows("opportunistic jobs get gaps of the guaranteed one and a share of its time")
 def test_gaps_are_used_up_to_a_part_that_grows_while_the_guaranteed_job_does_not_feel_it(shared: Gpu) -> None:
     opened_ns = []
     for boundaries in range(1, 10):
@@ -268,6 +269,7 @@ def test_a_stop_of_minutes_says_nothing_about_mini_batches(shared: Gpu) -> None:
     assert shared.state.pacing.alone.mean_ns == pytest.approx(100 * MS, rel=0.03)
 
 
+@pytest.mark.shows("an opportunistic job keeps to its memory limit, at its boundary, and shrinks and grows")
 def test_memory_is_what_the_guaranteed_job_leaves_and_a_surge_is_answered_at_once(shared: Gpu) -> None:
     for _ in range(30):
         shared.decide(100)
@@ -299,6 +301,7 @@ def test_a_guaranteed_job_whose_statistics_cannot_be_lets_nobody_on(shared: Gpu,
     assert "says nothing that can be" in decision.reason
 
 
+@pytest.mark.shows("forged statistics and pages harm nobody")
 def test_statistics_that_have_become_old_pause_the_others_but_idleness_does_not(shared: Gpu) -> None:
     shared.update("g", is_idle=0)
     assert shared.decide(400)["o"].order.verdict == Verdict.RUN
@@ -337,6 +340,7 @@ def test_beside_a_job_that_was_there_before_the_coordinator_others_wait_and_are_
     assert decision.order.limit_bytes >= 5 * GIB
 
 
+@pytest.mark.shows("a job that lies about its memory gains nothing by it")
 def test_a_job_that_lies_about_its_memory_is_frozen(shared: Gpu) -> None:
     shared.jobs["o"] = replace(shared.jobs["o"], measured_bytes=20 * GIB)
     assert shared.decide()["o"].order.verdict == Verdict.RUN  # it may have grown since it said how much

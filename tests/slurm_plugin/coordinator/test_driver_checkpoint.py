@@ -50,6 +50,7 @@ class FakeDriver:
         return call
 
 
+@pytest.mark.shows("jobs that are alone on a GPU, arrive there or are suspended share it")
 def test_a_process_is_taken_off_and_put_back_and_a_second_time_changes_nothing() -> None:
     fake = FakeDriver()
     for _ in range(2):

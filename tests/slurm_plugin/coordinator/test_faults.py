@@ -30,6 +30,7 @@ def end(program: Program) -> None:
     program.process.wait()
 
 
+@pytest.mark.shows("agents, coordinator and nodes may be killed at each point, and the guaranteed job goes on as alone")
 def test_an_agent_that_dies_at_any_point_leaves_nothing_and_the_guaranteed_job_computes_as_alone(node: Node) -> None:
     coordinator = node.coordinate()
     guaranteed = node.train("guaranteed", wait_ms=10)
@@ -47,6 +48,7 @@ def test_an_agent_that_dies_at_any_point_leaves_nothing_and_the_guaranteed_job_c
     assert "goes on as if alone" not in guaranteed.said
 
 
+@pytest.mark.shows("agents, coordinator and nodes may be killed at each point, and the guaranteed job goes on as alone")
 def test_a_guaranteed_process_that_dies_at_any_point_leaves_the_gpu_to_the_other_one(node: Node) -> None:
     node.coordinate()
     opportunistic = node.train("opportunistic")
@@ -60,6 +62,7 @@ def test_a_guaranteed_process_that_dies_at_any_point_leaves_the_gpu_to_the_other
     assert opportunistic.losses == alone(len(opportunistic.losses))
 
 
+@pytest.mark.shows("agents, coordinator and nodes may be killed at each point, and the guaranteed job goes on as alone")
 def test_a_coordinator_that_dies_at_any_point_stops_the_other_job_alone_and_the_next_one_goes_on(node: Node) -> None:
     guaranteed = node.train("guaranteed", wait_ms=10)
     opportunistic = node.train("opportunistic")
@@ -80,6 +83,7 @@ def test_a_coordinator_that_dies_at_any_point_stops_the_other_job_alone_and_the_
     assert opportunistic.losses == alone(len(opportunistic.losses))
 
 
+@pytest.mark.shows("a new coordinator lets nobody on before the guaranteed job has come back")
 def test_a_coordinator_that_is_started_anew_lets_nobody_on_before_the_guaranteed_job_has_come_back(node: Node) -> None:
     """That is in a mini-batch, however long, when the coordinator is killed."""
     dead = node.coordinate()

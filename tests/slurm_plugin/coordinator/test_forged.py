@@ -76,6 +76,7 @@ class Node:
         return decisions
 
 
+@pytest.mark.shows("forged statistics and pages harm nobody")
 @pytest.mark.parametrize("guaranteed_lies", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_no_statistics_end_the_coordinator_or_bind_the_guaranteed_job(

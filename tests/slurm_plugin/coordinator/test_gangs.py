@@ -134,6 +134,7 @@ class Node:
         return len(self.boundaries()) == 1 and not any(rank.launched for rank in self.ranks.values())
 
 
+@pytest.mark.shows("a job with several GPUs of a node is placed, paused and upgraded as a whole")
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 12))])
 def test_whoever_comes_the_job_meets_at_a_boundary_and_goes_on_later(seed: int) -> None:
     node = Node(seed, num_gpus=2 + seed % 3)

@@ -68,6 +68,7 @@ def shared() -> GpuTable:
     return GpuTable(TABLE_VERSION, "gpu0", 0.0, (row,))
 
 
+@pytest.mark.shows("`opp`, `gpu top`, doctor, metrics and page show shared GPUs")
 def test_the_table_says_who_holds_what_and_how_fast_it_is_against_alone() -> None:
     (row,) = shared().gpus
     assert (row.phase, row.is_reserved, row.capacity_bytes) == ("sharing", True, CAPACITY)

@@ -104,6 +104,7 @@ def test_a_gpu_says_who_has_computed_since_the_last_reading(nvml: FakeNvml) -> N
         assert gpu.reading().computing == frozenset()
 
 
+@pytest.mark.shows("a GPU that vanishes, or is a part of one, is told")
 def test_a_gpu_that_vanishes_is_lost_and_so_is_one_whose_driver_hangs(nvml: FakeNvml, wait_until: WaitUntil) -> None:
     now_s = [0.0]
     with opened(WHOLE, nvml, now_s) as gpu:

@@ -31,6 +31,7 @@ def pauses(node: Node, opportunistic: Program, guaranteed: Program) -> None:
         node.goes_on(guaranteed, 20)
 
 
+@pytest.mark.shows("without a coordinator opportunistic jobs pause and guaranteed ones do not")
 def test_an_opportunistic_job_pauses_without_a_coordinator_and_a_guaranteed_one_never_does(node: Node) -> None:
     """Never started, stopped, killed and started again; both compute what they compute alone."""
     guaranteed = node.train("guaranteed", wait_ms=15)
@@ -61,6 +62,7 @@ def test_an_opportunistic_job_pauses_without_a_coordinator_and_a_guaranteed_one_
     node.goes_on(opportunistic, 50)
 
 
+@pytest.mark.shows("jobs that are alone on a GPU, arrive there or are suspended share it")
 def test_a_guaranteed_job_that_comes_gets_memory_and_its_losses_are_as_alone(node: Node) -> None:
     """Both need most of the GPU: without sharing the second one runs out of memory."""
     node.emulate(memory_mib=64)
@@ -104,6 +106,7 @@ def test_an_opportunistic_job_that_is_killed_leaves_nothing_and_the_guaranteed_o
     assert losses == alone(len(losses))
 
 
+@pytest.mark.shows("opportunistic jobs get gaps of the guaranteed one and a share of its time")
 def test_an_opportunistic_job_lives_from_idle_gaps_alone(node: Node) -> None:
     """Nothing of the busy time is given before all of each gap is: that takes five judgements of three mini-batches."""
     node.coordinate()
@@ -116,6 +119,7 @@ def test_an_opportunistic_job_lives_from_idle_gaps_alone(node: Node) -> None:
     assert len(guaranteed.losses) - made_before <= 12
 
 
+@pytest.mark.shows("jobs that are alone on a GPU, arrive there or are suspended share it")
 @pytest.mark.slow
 def test_two_opportunistic_jobs_that_are_alone_divide_the_gpu_by_trial(node: Node) -> None:
     """Each of them would have most of it. What is tried moves memory from one to the other; both go on."""
@@ -140,6 +144,7 @@ def test_two_opportunistic_jobs_that_are_alone_divide_the_gpu_by_trial(node: Nod
         assert program.losses[:4] == alone(4, 1400)
 
 
+@pytest.mark.shows("an upgraded job is the same process, on real Slurm")
 def test_a_job_is_upgraded_where_it_runs(node: Node) -> None:
     """From one step to the next it is bound by nothing, and the coordinator's end changes nothing for it."""
     grants = node.directory / "grants"

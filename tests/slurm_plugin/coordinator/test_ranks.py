@@ -68,6 +68,7 @@ def pauses(node: Node, gang: Gang, goes_on: Callable[[], None]) -> None:
         goes_on()
 
 
+@pytest.mark.shows("a job with several GPUs of a node is placed, paused and upgraded as a whole")
 @pytest.mark.slow
 def test_two_ranks_share_two_gpus_beside_a_guaranteed_job_on_one_of_them(node: Node, tmp_path: Path) -> None:
     """Each has an agent, its children have none; a coordinator that dies stops both; what they compute is as alone."""
@@ -100,6 +101,7 @@ def test_two_ranks_share_two_gpus_beside_a_guaranteed_job_on_one_of_them(node: N
     assert guaranteed.losses == alone(len(guaranteed.losses))
 
 
+@pytest.mark.shows("a job with several GPUs of a node is placed, paused and upgraded as a whole")
 def test_a_rank_that_is_killed_leaves_nothing_and_the_guaranteed_job_computes_as_alone(node: Node) -> None:
     coordinator = node.coordinate()
 
@@ -151,6 +153,7 @@ def claims(node: Node, job_class: str, gpus: Sequence[str], **environ: str) -> P
     return node.share(job_class, ",".join(gpus), [sys.executable, str(TRAIN), "3", "16", "0"], environ)
 
 
+@pytest.mark.shows("ranks that claim other GPUs, or more GPUs than there are, are refused")
 def test_what_ranks_claim_wrongly_is_one_line(node: Node) -> None:
     """More ranks than GPUs, a GPU that the job has not, one that nobody shares: an opportunistic process ends."""
     node.coordinate()
@@ -171,6 +174,7 @@ def test_what_ranks_claim_wrongly_is_one_line(node: Node) -> None:
     assert len(goes_on.losses) == 3
 
 
+@pytest.mark.shows("ranks that claim other GPUs, or more GPUs than there are, are refused")
 @pytest.mark.slow
 def test_a_rank_that_says_another_number_of_ranks_than_the_others_is_refused(node: Node) -> None:
     node.coordinate()

@@ -66,6 +66,7 @@ def is_renewed(connection: Connection, wait_until: WaitUntil) -> None:
     assert connection.look()
 
 
+@pytest.mark.shows("forged statistics and pages harm nobody")
 @pytest.mark.parametrize(
     "message",
     [b'{"a":' + b"[" * 4000, b'{"a":' * 700, b'{"version":' + b"9" * 4000 + b"}", b"x" * 100_000],
@@ -175,6 +176,7 @@ def test_an_agent_tells_nothing_to_a_user_who_is_not_the_coordinator(wait_until:
         os.close(tell)
 
 
+@pytest.mark.shows("a crowd of connections of one user keeps nobody else from the coordinator")
 @needs_root
 def test_a_crowd_of_one_user_keeps_nobody_out_and_is_a_line_of_the_log(
     caplog: pytest.LogCaptureFixture, wait_until: WaitUntil
@@ -393,6 +395,7 @@ class TestGrants:
             grant(grants, "8", JobClass.OPPORTUNISTIC)
             wait_until(lambda: not other.look())
 
+    @pytest.mark.shows("there are never two guaranteed jobs on a GPU, also without a packer")
     def test_two_guaranteed_jobs_that_slurm_has_put_on_one_gpu_are_told_of(
         self, grants: Path, path: Path, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -431,6 +434,7 @@ class TestGrants:
             connect(path, JobClass.GUARANTEED, "7").close()
             wait_until(lambda: is_told("a guaranteed job without an agent has the GPU"))
 
+    @pytest.mark.shows("there are never two guaranteed jobs on a GPU, also without a packer")
     def test_an_upgrade_waits_for_the_guaranteed_job_that_has_the_gpu(
         self, grants: Path, path: Path, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -453,6 +457,7 @@ class TestGrants:
             wait_until(lambda: other.look() and other.job_class is JobClass.GUARANTEED)
             assert caplog.text.count("has the GPU") == 1
 
+    @pytest.mark.shows("what a guaranteed job kept of its GPU's page says nothing after its end")
     @pytest.mark.parametrize("upgraded", [False, True])
     def test_what_a_job_kept_of_its_gpu_says_nothing_after_its_end(
         self, grants: Path, path: Path, wait_until: WaitUntil, upgraded: bool

@@ -140,6 +140,7 @@ def opportunistic(node: Node) -> Training:
     return Training(node, "o", JobClass.OPPORTUNISTIC, 10, MS // 5)
 
 
+@pytest.mark.shows("a shared GPU has three devices: CUDA, a virtual clock, and a live emulation")
 @pytest.mark.parametrize("wait_ms", [70, 13])
 def test_gaps_are_used_and_the_guaranteed_job_does_not_feel_it(wait_ms: float) -> None:
     """AntMan's figure 12: at most 1.03 of alone, and at least 0.85 of what is left."""

@@ -50,6 +50,7 @@ def places(found: PackingPlan) -> dict[str, Place]:
     return {placement.job: placement.place for placement in found.placements}
 
 
+@pytest.mark.shows("the packer decides by use, memory and CPUs, and never puts two guaranteed jobs on a GPU")
 @pytest.mark.parametrize(
     ("node_change", "gpu_change", "use_change", "job_change", "reason"),
     [
@@ -92,6 +93,7 @@ def test_without_any_gpu_the_reason_says_that() -> None:
     assert plan([], job()).reasons == {"7": "there is no GPU that opportunistic jobs may use"}
 
 
+@pytest.mark.shows("jobs whose trainers starve are packed first")
 def test_the_gpu_whose_trainer_starves_comes_first() -> None:
     gpus = [gpu(0), gpu(1, use=use(wait_share=0.9)), gpu(2, use=use(wait_share=0.2))]
     assert places(plan([node("g1", *gpus)], job()))["7"].indices == (1,)
@@ -116,6 +118,7 @@ def test_a_gpu_gets_one_job_at_a_time_and_the_longest_waiting_first() -> None:
     assert "have just got a job" in found.reasons["8"]
 
 
+@pytest.mark.shows("the packer decides by use, memory and CPUs, and never puts two guaranteed jobs on a GPU")
 def test_two_guaranteed_jobs_never_meet() -> None:
     """One that has quota by now, one of Slurm's, and one placed in the same call."""
     upgraded = PlacedJob("3", Place(("g1",), (1,)), is_guaranteed=True)
@@ -130,6 +133,7 @@ def test_a_gang_of_one_node_gets_near_gpus_that_leave_alike() -> None:
     assert places(plan([node("g1", *gpus)], job(gpus=2)))["7"].indices == (2, 3)
 
 
+@pytest.mark.shows("the packer decides by use, memory and CPUs, and never puts two guaranteed jobs on a GPU")
 def test_a_gang_over_nodes_gets_the_same_numbers_below_the_lowest_switch() -> None:
     def row(name: str, switch: str, *indices: int) -> GpuNode:
         return node(name, *(gpu(index) for index in indices), switches=("core", switch))
@@ -201,6 +205,7 @@ def states(draw: st.DrawFn) -> PackingState:
     return PackingState(tuple(nodes), tuple(waiting), tuple(placed))
 
 
+@pytest.mark.shows("the packer decides by use, memory and CPUs, and never puts two guaranteed jobs on a GPU")
 @settings(deadline=None, max_examples=150)
 @given(states())
 def test_in_every_state_no_rule_is_broken(state: PackingState) -> None:

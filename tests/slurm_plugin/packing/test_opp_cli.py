@@ -49,6 +49,7 @@ def slurm(tmp_path: Path) -> Recorded:
     return slurm
 
 
+@pytest.mark.shows("nobody is told to release what the guard holds")
 def test_without_a_daemon_a_held_job_is_not_told_to_be_released(slurm: Recorded) -> None:
     unknown = slurm.run("why 41 --fresh")
     assert "scontrol release 41" in unknown.stdout  # nobody says that partition opp is the packer's
@@ -61,6 +62,7 @@ def test_without_a_daemon_a_held_job_is_not_told_to_be_released(slurm: Recorded)
     assert "scontrol release" not in told.stdout
 
 
+@pytest.mark.shows("nobody is told to release what the guard holds")
 def test_where_no_partition_is_named_a_job_that_the_guard_holds_is_not_told_to_be_released(slurm: Recorded) -> None:
     slurm.write("notes", f"41{FIELD_END}PENDING{FIELD_END}hetstream:guarded{FIELD_END}1{RECORD_END}\n")
     told = slurm.run("why 41 --fresh").stdout
@@ -89,6 +91,7 @@ def test_a_job_that_an_administrator_has_placed_is_shown_where_it_is(slurm: Reco
     assert row["place"] == "GPU 0,2 of g0"
 
 
+@pytest.mark.shows("`opp`, `gpu top`, doctor, metrics and page show shared GPUs")
 def test_who_looks_sees_what_the_packer_decides(slurm: Recorded, local: RunningDaemon, wait_until: WaitUntil) -> None:
     local.start(wait_until)
     local.wait_for_reading(wait_until)
@@ -222,6 +225,7 @@ def test_a_packer_that_is_called_once_on_another_host_is_refused(slurm: Recorded
     assert slurm.run(f"packer --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0
 
 
+@pytest.mark.shows("unknown classes, and quotas that the cluster cannot keep, are refused")
 def test_quotas_are_checked_before_anything_is_done(slurm: Recorded, tmp_path: Path) -> None:
     path = tmp_path / "quotas.json"
     path.write_text('{"partitions": ["gpus", "opp"], "tenants": {"vision": 1000}}')

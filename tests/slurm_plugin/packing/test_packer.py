@@ -310,6 +310,7 @@ def test_who_observes_says_whom_it_would_take_back(site: Site) -> None:
     assert site.slurm.calls == []
 
 
+@pytest.mark.shows("the packer's marks are refused in any word of a Comment, whatever the policy")
 @pytest.mark.parametrize("comment", ["hetstream:gpu=1", "hetstream:gpu=0,1  ", "mine"])
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
 def test_only_its_own_note_tells_the_packer_that_it_has_placed_a_job(site: Site, comment: str, state: str) -> None:
@@ -324,6 +325,7 @@ def test_only_its_own_note_tells_the_packer_that_it_has_placed_a_job(site: Site,
     assert "hetstream:gpu=" not in slurm.jobs[7].comment
 
 
+@pytest.mark.shows("a planned job does not starve an opportunistic one, and its planned start does not move")
 @pytest.mark.parametrize("limit_s", [8 * 3600.0, 660.0, None])
 def test_a_job_in_front_of_a_planned_start_begins_with_less_time_and_gets_its_own_back(
     site: Site, limit_s: float | None
@@ -343,6 +345,7 @@ def test_a_job_in_front_of_a_planned_start_begins_with_less_time_and_gets_its_ow
     assert slurm.jobs[7].time_limit_s == 1200.0
 
 
+@pytest.mark.shows("a planned job does not starve an opportunistic one, and its planned start does not move")
 @pytest.mark.parametrize("point", ["packer.started", "preempted"])
 def test_less_time_is_no_jobs_for_longer_than_its_start(site: Site, tmp_path: Path, point: str) -> None:
     """The packer dies before it gives the time back, or Slurm requeues the job before the packer saw it run."""
@@ -415,6 +418,7 @@ def test_a_job_that_slurm_preempts_waits_for_a_place_again(site: Site) -> None:
         assert "taken back" in site.look()
 
 
+@pytest.mark.shows("an owner who requeues his opportunistic job keeps no GPU from others")
 @pytest.mark.parametrize("how", ["requeued", "begins later", "evicted"])
 def test_the_gpu_of_a_job_rests_after_an_eviction_and_not_after_its_owners_requeue(how: str) -> None:
     slurm = PackedSlurm(num_gpus=1)
@@ -565,6 +569,7 @@ def test_a_job_of_which_the_node_knows_nothing_keeps_others_off(site: Site) -> N
     assert "of which the node knows nothing" in site.events[0].reason
 
 
+@pytest.mark.shows("a GPU that vanishes, or is a part of one, is told")
 def test_a_node_with_parts_of_gpus_takes_nobody(site: Site) -> None:
     slurm = site.slurm
     slurm.gpu_types = ("h200", "h200_1g.18gb")
@@ -595,6 +600,7 @@ def test_a_job_that_cannot_be_placed_is_told_why(site: Site, change: dict[str, o
     assert reason in site.events[0].reason
 
 
+@pytest.mark.shows("a job with several GPUs of a node is placed, paused and upgraded as a whole")
 def test_a_job_with_several_gpus_gets_all_of_them_and_is_taken_from_all(site: Site) -> None:
     """All at once, or none; a node's word of one of them counts for the job."""
     slurm = site.slurm
@@ -688,6 +694,7 @@ def test_a_packer_that_dies_while_it_takes_away_is_replaced(site: Site, tmp_path
     assert len(slurm.given[7]) == 1
 
 
+@pytest.mark.shows("slurmctld is killed while jobs are held, placed, running or requeued, and no job is lost")
 @pytest.mark.parametrize(
     ("starts", "dies"),
     [
@@ -729,6 +736,7 @@ def test_a_job_whose_place_slurmctld_forgot_before_it_heard_the_release_is_taken
     assert "taking" not in slurm.admin_comments[7]
 
 
+@pytest.mark.shows("slurmctld is killed while jobs are held, placed, running or requeued, and no job is lost")
 @pytest.mark.parametrize("ends_as", ["FAILED", "COMPLETED"])
 @pytest.mark.parametrize(("lingers", "unanswered"), [(False, False), (True, False), (False, True)])
 def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(
@@ -760,6 +768,7 @@ def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(
     assert slurm.jobs[8].state == "FAILED"
 
 
+@pytest.mark.shows("slurmctld is killed while jobs are held, placed, running or requeued, and no job is lost")
 def test_of_an_array_the_task_alone_is_requeued_again_that_slurmctld_forgot(site: Site) -> None:
     """The last task of an array has its number, by which Slurm would requeue all of its tasks, also what is done."""
     slurm = site.slurm

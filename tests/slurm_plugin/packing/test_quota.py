@@ -44,6 +44,7 @@ class TestReading:
         found = read_quotas("q.json", text, replace(SITE, accounts=["vision", "speech"]))
         assert (found.of("vision"), found.of("nobody"), found.patience_s) == (16, 0, PATIENCE_S)
 
+    @pytest.mark.shows("unknown classes, and quotas that the cluster cannot keep, are refused")
     @pytest.mark.parametrize(
         ("table", "text"),
         [
@@ -127,6 +128,7 @@ class TestCases:
             "2": "opportunistic",
         }
 
+    @pytest.mark.shows("quotas of tenants hold; upgrades come before starts, and gangs are started as a whole")
     def test_an_upgrade_comes_before_a_start_and_nobody_is_overtaken_for_ever(self) -> None:
         runs = QuotaJob(
             "1",
@@ -262,6 +264,7 @@ def _is_in_order(quotas: Quotas, found: tuple[QuotaDecision, ...]) -> None:
                 assert second.submit_s - head_start_s <= first.submit_s
 
 
+@pytest.mark.shows("quotas of tenants hold; upgrades come before starts, and gangs are started as a whole")
 @settings(deadline=None, max_examples=60)
 @given(events=EVENTS, table=TABLES)
 def test_laws_hold_whatever_comes_and_goes(
@@ -270,6 +273,7 @@ def test_laws_hold_whatever_comes_and_goes(
     played(events, Quotas({"a": table[0], "b": table[1]}, table[2]), 8)
 
 
+@pytest.mark.shows("quotas of tenants hold; upgrades come before starts, and gangs are started as a whole")
 @settings(deadline=None, max_examples=40)
 @given(events=EVENTS, table=TABLES)
 def test_every_job_within_its_quota_is_guaranteed_in_the_end(

@@ -101,6 +101,7 @@ def test_the_line_is_released_by_quota(site: Site) -> None:
     assert site.look() == ["granted 2"]
 
 
+@pytest.mark.shows("quotas of tenants hold; upgrades come before starts, and gangs are started as a whole")
 def test_a_job_that_waits_long_is_told_that_it_could_share(site: Site) -> None:
     site.slurm.ask(1)
     site.slurm.ask(2, submit_s=NOW_S)
@@ -109,6 +110,7 @@ def test_a_job_that_waits_long_is_told_that_it_could_share(site: Site) -> None:
     assert "with --opportunistic-after" in site.events[0].reason
 
 
+@pytest.mark.shows("quotas of tenants hold; upgrades come before starts, and gangs are started as a whole")
 def test_a_partial_gang_keeps_gpus_and_opportunistic_jobs_use_them(site: Site) -> None:
     site.quotas = Quotas({"a": 2, "b": 1}, 600.0, ("gpu",))
     site.slurm.ask(1, "b")
@@ -248,6 +250,7 @@ def test_a_packer_that_dies_is_followed_by_one_that_goes_on(site: Site, tmp_path
     assert slurm.jobs[2].num_restarts == 0
 
 
+@pytest.mark.shows("quotas of tenants hold; upgrades come before starts, and gangs are started as a whole")
 def test_a_gang_is_held_as_a_whole_before_any_of_its_nodes_hears_of_it() -> None:
     site = Site(TenantSlurm(num_nodes=2, num_gpus=2), a=2)
     slurm = site.slurm
@@ -439,6 +442,7 @@ def around(site: Site, number: int, how: str, *, runs: bool, **more: object) -> 
         site.slurm.given[number] = () if how == "named" else GPU
 
 
+@pytest.mark.shows("the packer holds what has GPUs of a quota partition without the guard's mark")
 @pytest.mark.parametrize("how", AROUND_THE_GUARD)
 @pytest.mark.parametrize("comment", ["mine", "x" * 1024, "a " * 512])
 def test_who_runs_with_gpus_that_the_guard_has_not_seen_waits_for_quota(site: Site, how: str, comment: str) -> None:

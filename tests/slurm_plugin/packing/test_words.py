@@ -82,6 +82,7 @@ def test_the_place_comes_first_and_the_owners_words_stay() -> None:
     assert gres_of(PLACE) == "opp:p0:1,opp:p3:1"
 
 
+@pytest.mark.shows("a submission's key is a word in Comment; words of others in AdminComment stay")
 def test_a_record_comes_back_and_others_words_stay() -> None:
     record = PackingRecord(
         PlacedRecord(PLACE, 1795000000.0, 2), EvictedRecord(3, 1794990000.0, PLACE), ("g1", "g7"), limit="480"

@@ -1,4 +1,4 @@
-"""Where data workers go, what their traffic may be, and when one moves (acceptance 17 and 18)."""
+"""Where data workers go, what their traffic may be, and when one moves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def network(
     return Network(np.full(num, link), np.array(used or [0.0] * num), np.array(remote or [0] * num))
 
 
+@pytest.mark.shows("data workers go to the trainer's node first, then where least other traffic is")
+@pytest.mark.shows("whole jobs are placed by FGD, best fit, dot product and chance, within budgets")
 def test_the_trainers_own_node_comes_first_then_those_with_least_other_traffic() -> None:
     found = spread(np.array([3, 9, 4, 4]), [0], 8, 1e6, network(4, remote=[0, 5, 2, 0]))
     assert found.places == ((0, 3), (3, 4), (2, 1))
@@ -30,6 +32,7 @@ def test_of_equally_many_remote_ones_the_node_with_less_traffic_comes_first() ->
     assert found.places == ((2, 4),)
 
 
+@pytest.mark.shows("data workers go to the trainer's node first, then where least other traffic is")
 def test_a_job_that_is_heavy_on_the_network_stays_near_and_gets_no_more_than_the_budget() -> None:
     """12 Gb/s of batches, 20 Gb/s links of which half may be used."""
     heavy = 12 * GBIT / 8
@@ -52,6 +55,7 @@ def test_no_room_is_said_to_be_none() -> None:
     assert spread(np.array([0, 1]), [0], 3, 1e6, network(2)).reason.endswith("2 have no place: no room")
 
 
+@pytest.mark.shows("whole jobs are placed by FGD, best fit, dot product and chance, within budgets")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.floats(0, 3e9), st.integers(0, 4)), min_size=2, max_size=8),

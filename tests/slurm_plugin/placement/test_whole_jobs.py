@@ -92,6 +92,7 @@ def measured(shapes: list[Shape], covered: list[Shape], cpus: int, gpus: list[in
     return found
 
 
+@pytest.mark.shows("whole jobs are placed by FGD, best fit, dot product and chance, within budgets")
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(SHAPES, min_size=1, max_size=12),
@@ -145,6 +146,7 @@ def test_the_same_seed_gives_the_same_places() -> None:
         assert (one.gpus, one.cpus_free, one.indicator) == (two.gpus, two.cpus_free, two.indicator)
 
 
+@pytest.mark.shows("whole jobs are placed by FGD, best fit, dot product and chance, within budgets")
 def test_on_a_full_cluster_fgd_gives_out_more_than_best_fit_and_that_more_than_chance() -> None:
     made_up, _ = made_up_cluster(2)
     kept = [place for place, gpus in enumerate(made_up.num_gpus) if gpus][:150]
@@ -161,6 +163,7 @@ def test_on_a_full_cluster_fgd_gives_out_more_than_best_fit_and_that_more_than_c
     assert found["best-fit"] > found["random"]
 
 
+@pytest.mark.shows("data workers go to the trainer's node first, then where least other traffic is")
 def test_data_workers_do_not_make_the_nodes_more_uneven() -> None:
     """Acceptance 19: the indicator after splitting is no worse than with whole jobs."""
     made_up, _ = made_up_cluster(3)
@@ -174,6 +177,7 @@ def test_data_workers_do_not_make_the_nodes_more_uneven() -> None:
     assert split.cpus_free <= whole.cpus_free
 
 
+@pytest.mark.shows("data workers go to the trainer's node first, then where least other traffic is")
 @pytest.mark.parametrize(("num_gpus", "num_nodes"), [(1, 1), (4, 1), (8, 1), (9, 2), (16, 2), (17, 3), (24, 3)])
 def test_a_gang_is_on_one_node_if_any_fits_it_else_on_the_fewest(num_gpus: int, num_nodes: int) -> None:
     """Acceptance 20."""

@@ -42,6 +42,7 @@ def test_bounds_are_kept_and_no_cpu_is_given_twice(name: str, table: JobTable, c
         assert count <= most[row]
 
 
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 @EVERY_THAT_GROWS
 @settings(deadline=None, max_examples=60)
 @given(table=tables(), cpus=CPUS)
@@ -137,12 +138,15 @@ def one_by_one(table: JobTable, cpus: int) -> list[int]:
     return have
 
 
+@pytest.mark.shows("policies are pure functions, compared with brute force and closed forms")
+@pytest.mark.shows("the site daemon divides data workers, survives its death, and believes what Slurm confirms")
 @settings(deadline=None)
 @given(table=tables(), cpus=CPUS)
 def test_shares_are_those_of_giving_data_workers_one_by_one(table: JobTable, cpus: int) -> None:
     assert allocate("share", table, cpus) == one_by_one(table, cpus)
 
 
+@pytest.mark.shows("policies are pure functions, compared with brute force and closed forms")
 @settings(deadline=None)
 @given(table=tables(max_jobs=6), cpus=CPUS)
 def test_under_fair_all_that_want_more_are_within_one_data_worker_of_one_speed(table: JobTable, cpus: int) -> None:
@@ -157,6 +161,7 @@ def test_under_fair_all_that_want_more_are_within_one_data_worker_of_one_speed(t
         assert np.all((without_last <= speed[poor] + 1e-9) | (workers == 0))
 
 
+@pytest.mark.shows("policies are pure functions, compared with brute force and closed forms")
 @settings(deadline=None)
 @given(table=tables(max_jobs=4, one_size=True), cpus=st.integers(0, 60))
 def test_maxtp_has_the_greatest_sum_of_speeds(table: JobTable, cpus: int) -> None:
@@ -171,6 +176,7 @@ def test_maxtp_has_the_greatest_sum_of_speeds(table: JobTable, cpus: int) -> Non
             assert more[gainer] <= less[loser] + 1e-9
 
 
+@pytest.mark.shows("policies are pure functions, compared with brute force and closed forms")
 def test_known_orders() -> None:
     # CPUs at the knee 10, 20, 40: MaxTP by ascending knee.
     assert allocate("maxtp", lines([10, 20, 40]), 25) == [10, 15, 0]
@@ -186,6 +192,7 @@ def test_known_orders() -> None:
     assert allocate("share", lines([10, 20, 40]), 35) == [10, 13, 12]
 
 
+@pytest.mark.shows("policies are pure functions, compared with brute force and closed forms")
 def test_stretch_takes_the_narrow_job_first_unless_the_wide_one_would_be_later_than_srtfs_latest() -> None:
     table = lines([10, 40], remaining_s=[100.0, 20.0], total_s=[100.0, 200.0])
     # 100 x 10^1.35 before 20 x 40^1.35, where SRTF has 20 x 40 before 100 x 10.
@@ -214,6 +221,7 @@ def test_an_uncertain_estimate_counts_as_its_mean() -> None:
     assert allocate("srtf", table, 10) == [0, 10]
 
 
+@pytest.mark.shows("policies keep floors, aging, caps and moves that pay their cost")
 def test_a_data_worker_across_a_bend_counts_with_both_sides() -> None:
     # 3 CPUs at 0.3 each, then nothing: the first data worker of 2 brings 0.6, the second 0.3.
     bent = job_table(

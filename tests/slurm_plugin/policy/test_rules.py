@@ -90,6 +90,7 @@ def test_nobody_is_below_the_floor_where_the_pool_has_room(name: str) -> None:
     assert "least speed" in explain(table, Pool(60), found, 1)
 
 
+@pytest.mark.shows("policies keep floors, aging, caps and moves that pay their cost")
 def test_floors_too_many_for_the_pool_go_round_so_that_no_wait_is_without_end() -> None:
     """Ten jobs need 10 CPUs each for the floor, and there are 25: each has its turn within a bounded time."""
     table = lines([200] * 10, remaining_s=np.arange(1, 11) * 1000.0)
@@ -118,6 +119,7 @@ def test_workers_for_a_speed_are_the_fewest_that_have_it(table: JobTable) -> Non
 # --- caps -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("policies keep floors, aging, caps and moves that pay their cost")
 def test_a_capped_tenant_leaves_the_rest_to_others_and_divides_its_own_by_the_same_policy() -> None:
     table = lines([40, 40, 40], tenant=[0, 0, 1], remaining_s=[10.0, 20.0, 30.0])
     pool = Pool(100, tenant_caps=np.array([24], np.int64))
@@ -186,6 +188,7 @@ def test_a_demand_that_swings_by_one_cpu_moves_no_data_worker(name: str, cpus: i
     assert changes(with_steadiness(POLICIES[name]), 240, cpus, swing) == 0
 
 
+@pytest.mark.shows("policies keep floors, aging, caps and moves that pay their cost")
 @pytest.mark.parametrize("name", GROWING)
 def test_a_noisy_demand_moves_a_job_at_most_five_times_an_hour(name: str) -> None:
     noise = np.random.default_rng(1).uniform(0.95, 1.05, (240, 4))  # two hours of rounds of 30 s
@@ -202,6 +205,7 @@ def test_a_job_that_arrives_is_given_its_part_at_once_and_one_that_ends_gives_at
     assert workers(policy, lines([64], current=[32], held_s=30.0), 64) == [64]
 
 
+@pytest.mark.shows("policies keep floors, aging, caps and moves that pay their cost")
 def test_a_job_that_ends_before_a_data_worker_is_there_gets_none_and_one_with_work_does() -> None:
     policy = with_steadiness(maxtp)
     table = lines([64, 64], current=[8, 8], held_s=100.0, remaining_s=[45.0, 4000.0])
@@ -239,6 +243,7 @@ def test_what_nobody_wants_stays_with_those_that_have_it() -> None:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("a policy that gives out too much ends at the event at which it does")
 @pytest.mark.parametrize(
     ("given_out", "said"),
     [

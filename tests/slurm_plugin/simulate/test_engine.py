@@ -56,6 +56,7 @@ def run(
 QUEUE = jobs((0, 10, 1), (1, 10, 2), (2, 7, 1), (3, 20, 1))
 
 
+@pytest.mark.shows("the simulator has queues, gangs, costs of start, failures, memory and network")
 @pytest.mark.parametrize(
     ("discipline", "starts"),
     [
@@ -134,6 +135,7 @@ def test_a_heterogeneous_job_starts_from_backfill_alone() -> None:
     assert found.waited_s[1, Cause.CYCLE] == 23
 
 
+@pytest.mark.shows("the simulator tells waits by cause, slowdown, use and cost; table, JSON and CSV agree")
 def test_waiting_is_told_apart_by_cause() -> None:
     # The first takes all CPUs and half of the GPUs; the second waits for CPUs, the third behind it.
     load = jobs((0, 10, 1), (0, 10, 1), (0, 10, 1), ideal_cpus=[8, 4, 4])
@@ -154,6 +156,7 @@ def test_a_gang_prefers_one_node_the_one_with_least_room() -> None:
     assert found.node_of[0] == found.node_of[1] != found.node_of[2] == found.node_of[3]
 
 
+@pytest.mark.shows("the simulator has queues, gangs, costs of start, failures, memory and network")
 def test_a_gang_holds_all_its_gpus_or_none() -> None:
     found = run(jobs((0, 10, 3), (0, 10, 12), (0, 10, 12)), "2*gpus=8,cpus=8", Discipline.GREEDY)
     assert found.start_s.tolist() == [0, 0, 10] or found.start_s.tolist() == [0, 10, 20]
@@ -192,6 +195,7 @@ def test_srtf_and_maxtp_take_turns_as_their_closed_forms_say() -> None:
     assert run(load, "gpus=2,cpus=16", policy=MAXTP).end_s.tolist() == pytest.approx([100, 100])
 
 
+@pytest.mark.shows("the simulator has queues, gangs, costs of start, failures, memory and network")
 def test_data_workers_start_after_their_time_and_cpus_that_are_taken_back_are_late() -> None:
     workers = WorkerOptions(round_s=0.0, start_s=20.0, take_back_s=5.0)
     load = jobs((0, 100, 1), ideal_cpus=[14], trainer_cpus=[2])
@@ -245,6 +249,7 @@ def test_data_workers_need_memory() -> None:
     assert found.end_s.tolist() == pytest.approx([200]), "12 GiB are for 6 of the 12 CPUs"
 
 
+@pytest.mark.shows("the simulator has queues, gangs, costs of start, failures, memory and network")
 def test_a_network_budget_holds_remote_data_workers_back() -> None:
     load = jobs((0, 100, 1), ideal_cpus=[14], trainer_cpus=[2], network_gbps=[12])
     # 6 CPUs are on the trainer's node and 6 elsewhere: these bring 6 Gb/s, of which half may come.
@@ -272,6 +277,7 @@ def test_the_shortest_first_comes_first_and_aging_lets_nobody_starve() -> None:
     assert aging.start_s[1] < 200
 
 
+@pytest.mark.shows("the simulator has queues, gangs, costs of start, failures, memory and network")
 def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint() -> None:
     load = jobs((0, 1000, 1))
     failures = FailureOptions(node_mtbf_s=800.0, repair_s=50.0, checkpoint_s=100.0)
@@ -301,6 +307,7 @@ def test_a_job_that_no_checkpoint_saves_is_given_up() -> None:
     assert not found.finished.any()
 
 
+@pytest.mark.shows("a job larger than the simulated cluster is reported")
 def test_jobs_larger_than_the_cluster_are_reported_and_nobody_waits_for_them() -> None:
     load = jobs((0, 10, 99), (0, 10, 1), (1, 10, 1), ideal_cpus=[1, 1, 99], memory_gib=[0, 0, 0])
     found = run(load, "2*gpus=8,cpus=8")
@@ -334,6 +341,7 @@ def test_a_policy_that_breaks_the_rules_is_an_error(policy: Policy, said: str) -
         run(jobs((0, 10, 1), ideal_cpus=[8], trainer_cpus=[2]), "gpus=1,cpus=16", policy=policy)
 
 
+@pytest.mark.shows("a policy that gives out too much ends at the event at which it does")
 def test_a_policy_that_gives_out_too_much_is_caught_at_the_event_at_which_it_does() -> None:
     """It keeps to the pool until a trainer takes a part of it."""
     asked_at_s = []

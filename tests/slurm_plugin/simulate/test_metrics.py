@@ -77,6 +77,7 @@ def test_an_interval_holds_the_mean_and_stays_within_the_values(values: list[flo
     assert (low, high) == interval(values)
 
 
+@pytest.mark.shows("the simulator tells waits by cause, slowdown, use and cost; table, JSON and CSV agree")
 def test_rows_have_intervals_over_seeds() -> None:
     draw = np.random.default_rng(0)
     loads = [
@@ -108,6 +109,7 @@ def test_a_replay_of_what_happened_just_so_has_no_error() -> None:
     assert error.num_jobs == 3
 
 
+@pytest.mark.shows("traces, tables and exports of sacct are read; an export is first replayed as it happened")
 def test_a_replay_tells_how_wrong_it_is() -> None:
     # Really the last one came before the second, by priority.
     _, error = replay(recorded([0, 15, 10]), parse("gpus=1,cpus=1"), QueueOptions(interval_s=0))

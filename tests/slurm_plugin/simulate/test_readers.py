@@ -63,6 +63,7 @@ def test_a_line_with_a_zero_byte_is_a_problem() -> None:
         read_trace("t", text.encode("utf-16-le").decode(), form="csv")
 
 
+@pytest.mark.shows("traces, tables and exports of sacct are read; an export is first replayed as it happened")
 def test_our_own_table() -> None:
     load = read_trace("t", OWN).workload
     assert load.names == ("2", "1")
@@ -163,6 +164,7 @@ def test_an_export_without_use_of_gpus_is_told_apart() -> None:
     assert any("known of 0" in note for note in read_trace("m", plain).notes)
 
 
+@pytest.mark.shows("a malformed table or export is refused with all lines at once, by number")
 def test_all_problems_come_at_once_with_their_lines() -> None:
     text = "job_id,submit_s,duration_s,num_gpus\n1,-5,60,1\n2,0,0,1\n3,0,x,1\n4,0,60,1.5\n5,0,60\n6,nan,60,1\n7,1,1,0\n"
     assert problems_of(text) == (
@@ -176,6 +178,7 @@ def test_all_problems_come_at_once_with_their_lines() -> None:
     )
 
 
+@pytest.mark.shows("a malformed table or export is refused with all lines at once, by number")
 def test_all_problems_of_an_export_come_at_once_with_their_lines() -> None:
     line = "{job}|ann|lab|COMPLETED|{submit}|{start}|{end}|60|{nodes}|{cpus}|cpu=4||60\n"
     good = {"submit": f"{DAY}16:00:00", "start": f"{DAY}16:01:00", "end": f"{DAY}17:01:00", "nodes": "1", "cpus": "4"}
@@ -208,6 +211,7 @@ def test_a_value_that_is_too_long_costs_its_line_and_no_other() -> None:
     assert csv.field_size_limit() == 131_072, "the limit of other readers is as before"
 
 
+@pytest.mark.shows("clocks that jump are found in exports, in the daemon and in the history")
 def test_clocks_that_jump_in_an_export_are_problems() -> None:
     jumps = SACCT.replace(
         "2026-11-20T16:01:00|2026-11-20T17:01:00|3600|2|16|cpu=16,mem",
@@ -225,6 +229,7 @@ def test_clocks_that_jump_in_an_export_are_problems() -> None:
     assert problems_of(SACCT.split("\n1|")[0] + "\n") == ("there is no job in it",)
 
 
+@pytest.mark.shows("missing columns, and negative, infinite and huge numbers, are refused")
 def test_numbers_of_an_export_that_no_float_holds_are_problems_of_their_lines() -> None:
     names = "JobIDRaw|State|Submit|Start|End|ElapsedRaw|NNodes|AllocCPUS|AllocTRES|TotalCPU"
     good = dict(
@@ -250,6 +255,7 @@ def test_numbers_of_an_export_that_no_float_holds_are_problems_of_their_lines() 
         assert len(problem) < 130, "the line's number says which it is"
 
 
+@pytest.mark.shows("missing columns, and negative, infinite and huge numbers, are refused")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -273,6 +279,7 @@ def test_tables_of_another_form_are_refused(text: str, said: str) -> None:
         read_trace("t", text)
 
 
+@pytest.mark.shows("a malformed table or export is refused with all lines at once, by number")
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from([PHILLY, OWN, CURVES, SACCT]), st.data())
 def test_damaged_tables_are_read_or_refused(text: str, data: st.DataObject) -> None:
@@ -365,6 +372,7 @@ def test_lists_are_drawn_by_the_rule_and_from_their_seed() -> None:
     assert load.work_s.tolist() != list_from(*trace, 120, 6).work_s.tolist()
 
 
+@pytest.mark.shows("missing columns, and negative, infinite and huge numbers, are refused")
 def test_numbers_that_no_clock_tells_apart_are_refused() -> None:
     text = "submit_s,run_s,num_gpus\n0,10,1\n1e308,10,1\n0,1e26,1\n0,10,1e308\n"
     assert problems_of(text) == (
@@ -374,6 +382,7 @@ def test_numbers_that_no_clock_tells_apart_are_refused() -> None:
     )
 
 
+@pytest.mark.shows("a malformed table or export is refused with all lines at once, by number")
 def test_a_quote_that_is_not_closed_swallows_no_jobs() -> None:
     text = 'submit_s,run_s,num_gpus,job\n0,10,1\n0,10,1,"first\n1,10,1,second\n2,10,1,third\n'
     assert problems_of(text) == (

@@ -51,6 +51,8 @@ def test_all_disciplines_stand_beside_each_other(jobs: str, capsys: pytest.Captu
     assert again == found, "the same seed and input give the same figures"
 
 
+@pytest.mark.shows("prices stand beside time in `util`, `report`, `simulate` and `bench-cost`")
+@pytest.mark.shows("the simulator tells waits by cause, slowdown, use and cost; table, JSON and CSV agree")
 def test_the_table_and_the_csv_agree(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [jobs, "--cluster", CLUSTER, "--policies", "tuned,srtf", "--prices", "gpu_hour=2, cpu_hour=0.1"]
     assert main(["simulate", *words]) == 0
@@ -64,6 +66,7 @@ def test_the_table_and_the_csv_agree(jobs: str, capsys: pytest.CaptureFixture[st
         assert f"{float(row['cost']):,.0f}" in printed
 
 
+@pytest.mark.shows("traces, tables and exports of sacct are read; an export is first replayed as it happened")
 def test_a_sites_export_is_replayed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "month.txt"
     path.write_text(SACCT)
@@ -91,6 +94,7 @@ def test_the_nodes_of_the_site(jobs: str, tmp_path: Path) -> None:
     assert told["runs"][0]["num_jobs"] == 24
 
 
+@pytest.mark.shows("the simulator tells waits by cause, slowdown, use and cost; table, JSON and CSV agree")
 def test_a_progress_bar_on_a_terminal_alone(
     jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +109,7 @@ def test_a_progress_bar_on_a_terminal_alone(
     assert told.endswith("\r\x1b[K"), "it is taken away at the end"
 
 
+@pytest.mark.shows("a job larger than the simulated cluster is reported")
 def test_jobs_that_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "jobs.csv"
     path.write_text(JOBS + "huge,0,100,99,1,1\n")

@@ -1,6 +1,6 @@
 """`make bench-ckpt_disk`: how fast do checkpoints get to disk, beside plain writes?
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

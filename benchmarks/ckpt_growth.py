@@ -1,6 +1,6 @@
 """`make bench-ckpt_growth`: what grows over a thousand saves?
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

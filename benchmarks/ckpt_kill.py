@@ -1,7 +1,8 @@
 """`make bench-ckpt_kill`: a training is killed at random, 500 times. Is a restored state ever torn, mixed or old?
 
 Real processes: a trainer with FlashCheckpointer, its checkpoint writer. Killed is one of them, or both, or both with
-the memory, as when a host is lost. With `--folder` an interrupted run goes on. docs/benchmarks.md explains the rows.
+the memory, as when a host is lost. With `--folder` an interrupted run goes on.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

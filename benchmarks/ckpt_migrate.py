@@ -1,7 +1,7 @@
 """`make bench-ckpt_migrate`: a training job moves to another node on real Slurm. How long does nobody train?
 
 Beside it, in the same run, what the same move costs by hand: cancel, submit again, queue, start Python and torch, make
-the model, restore. docs/benchmarks.md explains the rows.
+the model, restore. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make bench-ckpt_requeue`: a training job is killed and requeued on real Slurm, twenty times. Is the result the same?
 
 Half of the times its trainer is killed and its script starts it again on the same node; half of the times Slurm
-requeues the job. docs/benchmarks.md explains the rows.
+requeues the job. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

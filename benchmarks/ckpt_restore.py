@@ -1,6 +1,6 @@
 """`make bench-ckpt_restore`: how long does a state take to come back, from memory and from disk, beside its peers?
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`make bench-ckpt_save`: how long does a save hold the program up, beside a copy of its tensors and beside its peers?
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

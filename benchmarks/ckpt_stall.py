@@ -1,6 +1,6 @@
 """`make bench-ckpt_stall`: what does a training loop lose on two cores while a checkpoint is written to disk?
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

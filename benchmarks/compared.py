@@ -1,7 +1,7 @@
 """`make bench-compared`: what does it cost a trainer that some steps are compared with the program's own?
 
 An unmodified DataLoader under the start-up hook, with the comparisons and without, and torch's own with one worker
-process, which makes all steps. docs/benchmarks.md explains the rows.
+process, which makes all steps. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

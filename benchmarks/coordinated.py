@@ -1,6 +1,6 @@
 """`python -m benchmarks.coordinated`: what does reading by length save ranks that wait for one another?
 
-Four emulated ranks train on texts of very different lengths. docs/benchmarks.md explains the rows.
+Four emulated ranks train on texts of very different lengths. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

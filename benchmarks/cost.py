@@ -1,6 +1,6 @@
 """`make bench-cost`: what do data workers cost, and save? GoldMiner's table 3 and tf.data service's figures 8 and 9.
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Four questions, one job or more for each: does a starving trainer get what it needs, does a job that gains nothing give
 everything back, how long do eight data workers take, and does a load that alternates make it flap? Beside a fixed
-number of data workers and the ideal. Writes a picture for each. docs/benchmarks.md explains the rows.
+number of data workers and the ideal. Writes a picture for each. docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The eleven operators alone, at 1, 8 and 64 values in a row, and whole chains of them, with torch and in native code;
 beside each operator as a program writes it for one feature after the other with torch, NumPy and pandas. One thread,
-CPU time. docs/benchmarks.md explains the rows.
+CPU time. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each list runs on a throw-away Slurm cluster with the site daemon that divides data workers, and in the simulator with
 the daemon's policy and with what was measured of that cluster's latencies before. Time is compressed and GPUs are
-virtual: training and data workers are waits. docs/benchmarks.md explains the rows.
+virtual: training and data workers are waits. docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Jobs of openb (Alibaba, 2023) come one by one and stay; what does not fit is turned away. Placements of hetstream beside
 the published figures of FGD (ATC'23) with the same cluster and the same tuning of the workload; then what is left when
-data workers may be split from their trainers. docs/benchmarks.md explains the rows.
+data workers may be split from their trainers. docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 GoldMiner's Figure 12 asks it of DeepFM: there the fused transfer trains up to 1.3 times as fast. Here the same bytes
 are moved in one step of 141 tensors, and in 141 steps of one tensor each; by hetstream, and by plain requests and
-answers over TCP. docs/benchmarks.md explains the rows.
+answers over TCP. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On the first real GPU, or, with `--cpu`, on an emulated one: real processes that share one core and count their memory.
 What the latter shows is whether decisions, orders and limits do what they should; it is no measure of a GPU.
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m benchmarks.hdf5`: what does a sample of an HDF5 file cost, in which layout?
 
 Beside `Hdf5Dataset`: a program that reads one sample after the other with h5py, and what reading takes at least.
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Fourteen of sixteen CPUs are held by jobs that end in four minutes; a job that wants all sixteen waits with a planned
 start, and one that is submitted later waits behind it. A hetstream job wants two data workers meanwhile. Does it get
 them from the idle CPUs, and does anybody's planned start move? The same without it, and with companions that run as
-long as their job. The three clusters run at the same time. docs/benchmarks.md explains the rows.
+long as their job. The three clusters run at the same time. docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`make bench-kill`: one of two data workers is killed in mid-epoch: what is lost or doubled, how long is the wait?
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

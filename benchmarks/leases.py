@@ -2,7 +2,7 @@
 
 A real dispatcher process, journal and all, and real CURVE connections; data workers and loader are a client that makes
 nothing and says at once that it has. Beside the limit, bare messages back and forth over the same kind of connections,
-and beside tf.data service, whose dispatcher hands out DYNAMIC splits. docs/benchmarks.md explains the rows.
+and beside tf.data service, whose dispatcher hands out DYNAMIC splits. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

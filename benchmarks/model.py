@@ -2,7 +2,7 @@
 
 How well a step's time is known from a few noisy measurements, what plans made from that are worth, how jobs fare beside
 two other schedulers in the paper's setting, how near a job starts to where it ends, and whether running out of memory
-is foreseen. All inputs are made with seeds; docs/benchmarks.md says what is assumed.
+is foreseen. All inputs are made with seeds; docs/benchmarks-cluster.md says what is assumed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Alibaba's openb cluster of 2023 as arrays and shapes, or a made-up one like it where the files are not there.
 
 Called by the benchmarks of placement. The files are of alibaba/clusterdata (cluster-trace-gpu-v2023), cited in
-docs/benchmarks.md; they are no part of this repository.
+docs/benchmarks-cluster.md; they are no part of this repository.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`make bench-opp`: AntMan's Figure 13, and opportunistic jobs on GPUs whose trainers wait for data; by simulation.
 
-docs/benchmarks.md explains the rows, docs/simulate.md the model of sharing.
+docs/benchmarks-cluster.md explains the rows, docs/simulate.md the model of sharing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make bench-overhead`: what does it cost to make batches in other processes, when no core is added?
 
 JPEG decode, random resized crop to 224 px, flip and default collate; the whole of each system (trainer, dispatcher,
-data workers) is pinned to the same cores. docs/benchmarks.md explains the rows.
+data workers) is pinned to the same cores. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

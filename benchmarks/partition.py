@@ -8,7 +8,7 @@ compares the losses of 300 steps instead, with and without data worker processes
 
 EMULATED: there is no accelerator. The trainer's CPU does its work with one thread: from the beginning of the backward
 pass to the end of the optimizer's step, and sleeps until the accelerator's time is over: `--accelerator-ms`, or, of a
-program for which the paper has it, that one's. docs/benchmarks.md explains the rows.
+program for which the paper has it, that one's. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

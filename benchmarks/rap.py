@@ -1,7 +1,7 @@
 """`make bench-rap`: preprocessing in one GPU's leftover capacity; RAP's plans 0 to 3, and plan 4 of many ids.
 
 Where there is no GPU it says so, and runs its whole course once on a device that is not there, so that it stays whole:
-nothing of that is a figure. docs/benchmarks.md explains the rows.
+nothing of that is a figure. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m benchmarks.rap_map`: which of eight GPUs computes which feature, as in RAP's Figure 12. Simulated.
 
 The tables of GPU 0 have features with more operators than others. Three mappings: every GPU takes its own rows (DP), a
-feature is computed where its table is (DL), and that with moves. docs/benchmarks.md explains the rows.
+feature is computed where its table is (DL), and that with moves. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m benchmarks.rap_plan`: schedules of preprocessing beside a model's layers: ours, the paper's, and HiGHS's.
 
 Predicted times, of one training step on one GPU; nothing is measured but what the searches themselves take.
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

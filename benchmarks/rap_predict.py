@@ -2,7 +2,7 @@
 
 A kernel is one operator on several features, as `FeatureTransform` runs it in one thread. A model is trained on some
 widths of each operator and predicts the others. Another one is trained on kernels and random graphs, and predicts
-whole plans. docs/benchmarks.md explains the rows.
+whole plans. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make bench-resume`: how long does a restarted trainer wait for its data?
 
 A state at 90 % of an epoch of 10 million samples is loaded into a new loader, for hetstream with another number of data
-workers than it was taken with. docs/benchmarks.md explains the rows.
+workers than it was taken with. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

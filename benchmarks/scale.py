@@ -1,7 +1,7 @@
 """`make bench-scale`: does the rate grow with the number of data workers?
 
 The transform sleeps (an emulation: this machine does not have the CPUs), so that n data workers could make exactly n
-batches in the time of one. docs/benchmarks.md explains the rows.
+batches in the time of one. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`make bench-sched`: GoldMiner's Table 5, the same under Slurm's backfill, and how far from the best possible.
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

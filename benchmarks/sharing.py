@@ -1,6 +1,6 @@
 """`python -m benchmarks.sharing`: what do more jobs on one pipeline cost the data workers?
 
-1 to 8 jobs read the same epoch in the same order from one data worker process on one core. docs/benchmarks.md
+1 to 8 jobs read the same epoch in the same order from one data worker process on one core. docs/benchmarks-data.md
 explains the rows.
 """
 

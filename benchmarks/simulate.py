@@ -1,6 +1,6 @@
 """`make bench-simulate`: how long does a replay of Philly's 82,247 jobs take on one core, and how many events a second?
 
-docs/benchmarks.md explains the rows.
+docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

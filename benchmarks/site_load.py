@@ -3,7 +3,7 @@
 A thousand jobs run `sleep` on four nodes of 512 CPUs. Their job masters are stubs in one process, which report to a
 real daemon over TCP with MUNGE as job masters do; a tenth of the jobs have companions that wait in the queue, about
 which they ask Slurm. A minute without all that comes first, then a minute with it; `sdiag` counts the requests of each.
-Then `hetstream why` is asked about waiting jobs. docs/benchmarks.md explains the rows.
+Then `hetstream why` is asked about waiting jobs. docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

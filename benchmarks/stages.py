@@ -2,7 +2,7 @@
 
 The question of GoldMiner's Table 4: a model is trained on a machine of four GPUs. Part of its preprocessing is fast on
 a GPU, the rest needs CPUs. Data workers of one stage bundle a GPU with a quarter of that machine's CPUs; those of two
-have the GPU alone, and CPUs from anywhere. docs/benchmarks.md explains the rows.
+have the GPU alone, and CPUs from anywhere. docs/benchmarks-cluster.md explains the rows.
 """
 
 from __future__ import annotations

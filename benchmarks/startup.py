@@ -1,6 +1,6 @@
 """`make bench-startup`: when does the first batch come, and what do the processes that make batches hold in memory?
 
-The dataset is a list of 1.2 million paths in memory. docs/benchmarks.md explains the rows.
+The dataset is a list of 1.2 million paths in memory. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Two small models on one core, so that a microsecond shows: a DLRM with 26 tables, and 200 layers behind one table, each
 of which a hook would make dearer. A few steps with and without the trainer's timers, in turn.
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

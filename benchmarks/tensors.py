@@ -2,7 +2,7 @@
 
 141 features are what DeepFM has. hetstream on two transports and its peers, each against itself with one tensor, and
 hetstream's 141 against theirs; what the program's own tensor objects cost, without any loader; and below each ratio of
-hetstream's the least that it could be. docs/benchmarks.md explains the rows.
+hetstream's the least that it could be. docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make bench-threads`: what do threads of a data worker bring, beside processes, where code releases the GIL?
 
-JPEG decode, random resized crop to 224 px, flip and default collate on the same two cores. docs/benchmarks.md explains
-the rows.
+JPEG decode, random resized crop to 224 px, flip and default collate on the same two cores.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

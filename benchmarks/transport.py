@@ -1,7 +1,7 @@
 """`make bench-transport`: one data worker to one trainer, finished batches at no cost, who moves them fastest?
 
 hetstream over TCP and through shared memory beside raw loopback TCP, memory copies and its peers, all in one run.
-docs/benchmarks.md explains the rows.
+docs/benchmarks-data.md explains the rows.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ NUM_FEATURES = 100
 ROWS = 1024  # of the operators alone
 WIDTHS = (1, 8, 64)
 CHAIN_ROWS = (256, 1024, 4096)
-OWN, NATIVE, COMPILED = "hetstream", "hetstream, native", "hetstream, compiled"
+OWN, NATIVE = "hetstream", "hetstream, native"
 TORCH, NUMPY, PANDAS = "torch loop", "NumPy loop", "pandas loop"
 # One pass over memory, and the results' tensors: nobody who gives a tensor for each feature takes less.
 LEAST = "least possible"
@@ -143,7 +143,7 @@ def operator_work(name: str, width: int, native: bool) -> Work:
     return Work(systems, size_of(list(batch.values())) + size_of(result), len(result))
 
 
-def chain_work(rows: int, native: bool, compiled: bool) -> Work:
+def chain_work(rows: int, native: bool) -> Work:
     """Eight operators on each of 50 columns of reals, and five on each of 50 lists of ids of 8 on average."""
     draw = np.random.default_rng(1)
     batch: dict[str, Any] = {f"f{number}": reals(draw, rows, 1) for number in range(NUM_FEATURES // 2)}
@@ -171,10 +171,9 @@ def chain_work(rows: int, native: bool, compiled: bool) -> Work:
         TORCH: lambda: chain_loop(loops.TORCH, batch, lambda found: found),
         NUMPY: lambda: chain_loop(loops.NUMPY, batch, lambda found: found.numpy()),
     }
-    for name, is_wanted, option in ((NATIVE, native, "native"), (COMPILED, compiled, "compiled")):
-        if is_wanted:
-            systems[name] = partial(FeatureTransform(graph, **{option: True}), batch)
-            check(systems[name](), systems[TORCH](), name)
+    if native:
+        systems[NATIVE] = partial(FeatureTransform(graph, native=True), batch)
+        check(systems[NATIVE](), systems[TORCH](), NATIVE)
     check(own(batch), systems[TORCH](), "chains")
     result = list(own(batch).values())
     return Work(systems, size_of(list(batch.values())) + size_of(result), len(result))
@@ -245,7 +244,7 @@ def measure(case: str, work: Work, repeats: int, window_s: float) -> list[Row]:
     rows = [harness.row_of(case, name, values, "CPU-ms/batch") for name, values in spent.items()]
     judged = NATIVE if NATIVE in spent else OWN
     bounds = [other / each for other, each in zip(spent[TORCH], least, strict=True)]
-    for name in (OWN, NATIVE, COMPILED):
+    for name in (OWN, NATIVE):
         if name in spent:
             ratios = [other / own for other, own in zip(spent[TORCH], spent[name], strict=True)]
             row = harness.row_of(case, f"{TORCH} / {name}", ratios, "x")
@@ -295,7 +294,6 @@ def main() -> int:
     core = machine.two_cores()[0]
     os.sched_setaffinity(0, {core})
     native = compiler() is not None
-    compiled = native and not args.quick
     repeats, window_s = (1, 0.001) if args.quick else (args.repeats, WINDOW_S)
     words = [word.strip().lower() for word in args.systems.split(",") if word.strip()]
     cases: dict[str, Callable[[], Work]] = {
@@ -304,7 +302,7 @@ def main() -> int:
         for width in WIDTHS
     }
     cases |= {
-        f"chains, {rows} rows": lambda rows=rows: chain_work(rows, native, compiled and rows == 1024)  # type: ignore[misc]
+        f"chains, {rows} rows": lambda rows=rows: chain_work(rows, native)  # type: ignore[misc]
         for rows in CHAIN_ROWS
     }
     rows: list[Row] = []
@@ -319,7 +317,7 @@ def main() -> int:
             "Chains: 8 operators on each of 50 columns of reals, 5 on each of 50 lists of ids, 8 ids on average.",
             "One thread; CPU time of the calls. Loops: one feature after the other, as feature_loops.py has them.",
             "Of memcpy: time to read and write as many bytes as go in and come out, as a share of the time taken.",
-            "Native: native=True; compiled: torch.compile's C++ backend. Both without what compiling takes.",
+            "Native: native=True, without what compiling takes.",
             f"The goal is that of native code. {LEAST}: memcpy, and a view of one tensor for each result.",
         ],
     }

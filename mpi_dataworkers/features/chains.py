@@ -7,8 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Step
-from hetstream.mpi_dataworkers.features.kernels import KERNELS, ByValue
-from hetstream.mpi_dataworkers.features.operators import FeatureType
+from hetstream.mpi_dataworkers.features.operators import FeatureType, Onehot
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ def groups_of(graph: FeatureGraph, kept: Iterable[str] = ()) -> list[list[Chain]
         chain = Chain(step.of, tuple(steps))
         depth[chain.result] = depth[chain.source] + 1
         given = replace(graph.types[chain.source], is_nullable=False)
-        kinds = tuple((type(step.operator), KERNELS[type(step.operator)].kind(step.operator)) for step in steps)
-        if all(issubclass(KERNELS[operator], ByValue) for operator, _ in kinds):
-            given = FeatureType(given.dtype, given.is_jagged)  # the width is nothing to them
+        kinds = tuple((type(step.operator), graph.types[step.name].dtype) for step in steps)
+        if not any(isinstance(step.operator, Onehot) for step in steps):
+            given = FeatureType(given.dtype, given.is_jagged)  # the width is nothing to the others
         groups.setdefault((depth[chain.result], given, kinds), []).append(chain)
     place = {name: at for at, name in enumerate(name for output in graph.outputs for name in output.of)}
     ordered = [sorted(chains, key=lambda chain: place.get(chain.result, len(place))) for chains in groups.values()]

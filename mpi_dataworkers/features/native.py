@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +25,10 @@ import torch
 
 from hetstream.base.files import temporary_place
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features.batches import Columns
+from hetstream.mpi_dataworkers.features.batches import TORCH_DTYPES, Columns
 from hetstream.mpi_dataworkers.features.chains import Chain
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.features.kernels import TORCH_DTYPES, apart, as_matrix, borders_without_repeats, spans
+from hetstream.mpi_dataworkers.features.kernels import borders_without_repeats
 from hetstream.mpi_dataworkers.features.operators import DTYPES, RANGES, FeatureType
 
 _log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class NativeGroup:
             group.lengths = kept[-1].buffer_info()[0]
         made_sizes = sizes
         if self._changes_lengths:
-            lengths = apart(torch.empty(count * num_rows, dtype=torch.int64), [num_rows] * count)
+            lengths = _apart(torch.empty(count * num_rows, dtype=torch.int64), [num_rows] * count)
             kept.append(array("q", map(torch.Tensor.data_ptr, lengths)))
             group.made_lengths = kept[-1].buffer_info()[0]
             made_sizes = array("q", bytes(8 * count))
@@ -277,15 +277,15 @@ class NativeGroup:
                 some = min(most, len(sizes) - first)
                 slab = torch.empty((some * length, *shape), dtype=self._dtype)
                 begin = slab.data_ptr()
-                made += apart(slab, [length] * some)
+                made += _apart(slab, [length] * some)
                 places.extend(range(begin, begin + some * each_bytes, each_bytes) if each_bytes else [begin] * some)
             return made, places
-        for span in spans(sizes, _SLAB_VALUES, whole=True):
-            some_sizes = sizes[span.first : span.last]
-            made += apart(torch.empty(sum(some_sizes), dtype=self._dtype), some_sizes)
+        for some_sizes in _slabs(sizes):
+            made += _apart(torch.empty(sum(some_sizes), dtype=self._dtype), some_sizes)
         places = array("q", map(torch.Tensor.data_ptr, made))
         each = zip(made, widths, strict=True)
-        return [values if width == 1 else as_matrix(values, num_rows, width) for values, width in each], places
+        # For autograd a matrix is a tensor of its own, as those of `_apart`.
+        return [values if width == 1 else values.view(num_rows, width).data for values, width in each], places
 
     def _numbers_of(self, operator: ops.Operator, given: FeatureType) -> Sequence[float | int]:
         """What native.cpp has as the numbers of an operator, in its order."""
@@ -320,6 +320,28 @@ class NativeGroup:
     def _address_of(self, operator: ops.Operator, table: np.ndarray[Any, Any]) -> int:
         """Where a table is kept; equal operators of one dtype share one, which then stays in the caches."""
         return self._tables.setdefault((operator, table.dtype), torch.from_numpy(table)).data_ptr()
+
+
+def _slabs(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The sizes of results by the piece of memory in which they lie; one that is larger lies alone."""
+    some: list[int] = []
+    total = 0
+    for size in sizes:
+        if some and total + size > _SLAB_VALUES:
+            yield some
+            some, total = [], 0
+        some.append(size)
+        total += size
+    yield some
+
+
+def _apart(values: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Views of one memory, of so many values or rows each, that autograd takes for tensors of their own.
+
+    A program that changes one of them in place has not changed the others, unlike those of torch.split.
+    """
+    found: Sequence[torch.Tensor] = torch.unsafe_split_with_sizes(values, list(sizes))
+    return found
 
 
 _OPCODES = {kind: at for at, kind in enumerate(ops.OPERATORS)}

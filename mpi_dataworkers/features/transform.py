@@ -1,19 +1,16 @@
 """Run a feature graph on whole batches: what a loader is given as its `batch_stage`, or a program calls itself.
 
-Chains of like operators are run together for all features that have them (`Group`), tile by tile (see `kernels.py`). It
-never writes into the batch that it is given.
+Chains of operators run in native code (`native.py`) or with torch (`kernels.py`). It never writes into the batch
+that it is given.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -22,27 +19,12 @@ from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native as native_code
 from hetstream.mpi_dataworkers.features import native as native_rules
 from hetstream.mpi_dataworkers.features.batches import Columns, Jagged, JaggedBatch, Reader, Values
-from hetstream.mpi_dataworkers.features.chains import Chain, groups_of
-from hetstream.mpi_dataworkers.features.compiled_cache import prepare_inductor
+from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
-from hetstream.mpi_dataworkers.features.kernels import (
-    KERNELS,
-    SLAB_VALUES,
-    TILE_VALUES,
-    TORCH_DTYPES,
-    ByValue,
-    Kernel,
-    Run,
-    Tile,
-    apart,
-    as_matrix,
-    spans,
-)
+from hetstream.mpi_dataworkers.features.kernels import TorchGroup
 from hetstream.mpi_dataworkers.features.native import NativeChoice, NativeGroup, is_exact, native_choice
 from hetstream.mpi_dataworkers.features.native import are_lists as native_lists
 from hetstream.mpi_dataworkers.features.operators import MapId, Ngram
-
-_log = logging.getLogger(__name__)
 
 
 class FeatureTransform:
@@ -59,13 +41,11 @@ class FeatureTransform:
     Args:
         graph: What to compute.
         native: Run code in C++ that the host's compiler makes of `native.cpp` when the first batch comes, in one to
-            three seconds: one loop of each operator, and nothing is packed. Integers have the same bits; floating
-            point, too, on all hosts that run this code, and differs from torch's within 1e-6. Where there is no C++
-            compiler the graph runs with torch, and a line in the log says so. "exact": only chains that have torch's
-            bits, all but those with Logit or BoxCox, and only once torch has taken as long for this graph as compiling
-            does: results are then the same bytes on hosts with and without a compiler.
-        compiled: Make one pass of each chain with `torch.compile` and its C++ backend. The first batches of a process
-            then take many seconds. Without a compiler as `native`.
+            three seconds: one loop of each operator over all features that have it. Integers have the same bits;
+            floating point, too, on all hosts that run this code, and differs from torch's within 1e-6. Where there is
+            no C++ compiler the graph runs with torch, and a line in the log says so. "exact": only chains that have
+            torch's bits, all but those with Logit or BoxCox, and only once torch has taken as long for this graph as
+            compiling does: results are then the same bytes on hosts with and without a compiler.
         torchrec: Give torchrec's KeyedJaggedTensor in the place of JaggedBatch.
         outside: A key of the result, for how many ids of this batch had no place in the table of each MapId: an int64
             tensor (negative ones, those beyond the end) by the name of the step.
@@ -80,21 +60,17 @@ class FeatureTransform:
         graph: FeatureGraph,
         *,
         native: bool | Literal["exact"] = False,
-        compiled: bool = False,
         torchrec: bool = False,
         outside: str = "",
     ) -> None:
         if not isinstance(graph, FeatureGraph):
             raise FeatureError(f"graph is a {type(graph).__name__}; give a FeatureGraph, such as a part of a CutGraph")
-        if native and compiled:
-            raise FeatureError("native=True and compiled=True: take one of them; native is the faster one")
         if native not in (False, True, "exact"):
             raise FeatureError(f'native={native!r}: True, False or "exact"')
         if outside in {output.name for output in graph.outputs}:
             raise FeatureError(f"outside={outside!r} is the name of an output, too: take another")
         self.graph = graph
         self.native = native
-        self.compiled = compiled
         self.torchrec = torchrec
         self.outside = outside
         # Of each MapId: its name, the feature that it takes, and places in its table.
@@ -120,7 +96,7 @@ class FeatureTransform:
         self._shared = frozenset(name for name, num in uses.items() if num > 1)
         self._has_own_lengths, self._copied = _copied(graph, self._shared)
         self._read = Reader(graph.inputs)
-        self._groups: Sequence[_Group | NativeGroup] | None = None
+        self._groups: Sequence[TorchGroup | NativeGroup] | None = None
         self._choice = NativeChoice("undecided" if native else "torch", "")
         self._spent_s = 0.0
 
@@ -131,7 +107,7 @@ class FeatureTransform:
         self.__init__(**state)  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        options = ((name, getattr(self, name)) for name in ("native", "compiled", "torchrec"))
+        options = ((name, getattr(self, name)) for name in ("native", "torchrec"))
         chosen = "".join(f", {name}={value!r}" for name, value in options if value)
         return f"FeatureTransform({self.graph}{chosen})"
 
@@ -203,13 +179,13 @@ class FeatureTransform:
                 self._groups = [
                     NativeGroup(some, self.graph, library)
                     if is_so or self.native is True
-                    else _Group(some, self.graph, None)
+                    else TorchGroup(some, self.graph)
                     for some, is_so in zip(chains, exact, strict=True)
                 ]
             elif choice.runs == "native":
                 choice = NativeChoice("torch", "torch, because native code could not be compiled here")
         if self._groups is None:
-            self._groups = [_Group(some, self.graph, _compiler(self.compiled)) for some in chains]
+            self._groups = [TorchGroup(some, self.graph) for some in chains]
         self._choice = choice
 
     def _output(self, output: Output, features: Columns, num_rows: int) -> Any:
@@ -221,7 +197,7 @@ class FeatureTransform:
                 # As the rows of a matrix they may lie together already: one pass instead of one for each feature.
                 return join([part.values for part in found]).view(len(found), num_rows).t().contiguous().data
             each = zip(found, types, strict=True)
-            return torch.cat([as_matrix(part.values, num_rows, kind.width) for part, kind in each], dim=1)
+            return torch.cat([part.values.reshape(num_rows, kind.width) for part, kind in each], dim=1)
         lengths = [
             torch.full((num_rows,), kind.width) if part.lengths is None else part.lengths
             for part, kind in zip(found, types, strict=True)
@@ -230,105 +206,6 @@ class FeatureTransform:
         join = _joined if self._has_own_lengths.issuperset(output.of) else torch.cat
         batch = JaggedBatch(output.keys, values, join(lengths))
         return batch.to_torchrec() if self.torchrec else batch
-
-
-class _Group:
-    """Chains that are run together: the same operators, but for numbers, on features of one type."""
-
-    def __init__(self, chains: Sequence[Chain], graph: FeatureGraph, compiler: Callable[..., Any] | None) -> None:
-        self.chains = chains
-        given = graph.types[chains[0].source]
-        kernels: list[Kernel] = []
-        for steps in zip(*(chain.steps for chain in chains), strict=True):
-            operators = [step.operator for step in steps]
-            kernels.append(KERNELS[type(operators[0])](operators, given))
-            given = operators[0].result(given)
-        self._by_value = all(isinstance(kernel, ByValue) for kernel in kernels)
-        self._dtype, self._is_jagged = TORCH_DTYPES[given.dtype], given.is_jagged
-        self._widths = [graph.types[chain.result].width for chain in chains]
-        self._kernels: list[Kernel] = []
-        for _, some in groupby(kernels, lambda kernel: isinstance(kernel, ByValue)):
-            alike = list(some)
-            by_value = [kernel for kernel in alike if isinstance(kernel, ByValue)]
-            self._kernels += [Run(by_value, compiler)] if by_value else alike
-        self._tile_values = TILE_VALUES if compiler is None else SLAB_VALUES  # it keeps values in registers
-
-    def run(self, features: Columns, num_rows: int) -> Columns:
-        """The features that the chains make."""
-        given = [_flat(features[chain.source]) for chain in self.chains]
-        made: list[Values] = []
-        for slab in spans([column.values.numel() for column in given], SLAB_VALUES, whole=True):
-            some = given[slab.first : slab.last]
-            made += (self._by_values if self._by_value else self._by_lists)(some, slab.first, num_rows)
-        if not self._is_jagged:
-            made = [
-                found._replace(values=as_matrix(found.values, num_rows, width)) if width > 1 else found
-                for found, width in zip(made, self._widths, strict=True)
-            ]
-        return Columns.of({chain.result: values for chain, values in zip(self.chains, made, strict=True)})
-
-    def _by_values(self, given: Sequence[Values], first: int, num_rows: int) -> list[Values]:
-        sizes = [column.values.numel() for column in given]
-        values = torch.empty(sum(sizes), dtype=self._dtype)
-        for tile in self._tiles(given, first, num_rows, values):
-            made = self._through(tile).values
-            goal = values[tile.span.begin : tile.span.end]
-            if made.data_ptr() != goal.data_ptr():
-                goal.copy_(made)
-        pieces = zip(apart(values, sizes), given, strict=True)
-        return [Values(piece, source.lengths) for piece, source in pieces]
-
-    def _by_lists(self, given: Sequence[Values], first: int, num_rows: int) -> list[Values]:
-        made: list[Values] = []
-        for tile in map(self._through, self._tiles(given, first, num_rows, None)):
-            pieces = zip(apart(tile.values, tile.sizes), _by_feature(tile), strict=True)
-            made += [Values(piece, lengths) for piece, lengths in pieces]
-        return made
-
-    def _through(self, tile: Tile) -> Tile:
-        for kernel in self._kernels:
-            tile = kernel(tile)
-        return tile
-
-    def _tiles(self, given: Sequence[Values], first: int, num_rows: int, goal: torch.Tensor | None) -> Iterator[Tile]:
-        """The tiles with their values: where they are to be in the end, if they can be changed there.
-
-        Args:
-            given: some of the group's features.
-            first: which one of the group the first of them is.
-            num_rows: of each.
-            goal: where the values are to be in the end.
-        """
-        sizes = [column.values.numel() for column in given]
-        dtype = given[0].values.dtype
-        for span in spans(sizes, self._tile_values, whole=not self._by_value):
-            some = given[span.first : span.last]
-            pieces, valid = [source.values for source in some], [source.valid for source in some]
-            if span.last - span.first == 1 and self._by_value:
-                before = sum(sizes[: span.first])
-                part = slice(span.begin - before, span.end - before)
-                pieces, valid = [pieces[0][part]], [None if valid[0] is None else valid[0][part]]
-            tile_sizes = tuple(piece.numel() for piece in pieces)
-            if goal is not None and goal.dtype == dtype:
-                values = goal[span.begin : span.end]
-            else:
-                values = torch.empty(sum(tile_sizes), dtype=dtype)
-            torch.cat(pieces, out=values)
-            lengths = None
-            if not self._by_value and some[0].lengths is not None:
-                lengths = _joined([source.lengths for source in some if source.lengths is not None])
-            span = replace(span, first=span.first + first, last=span.last + first)
-            yield Tile(values, tile_sizes, span, num_rows, lengths, _joined_valid(valid, pieces))
-
-
-def _by_feature(tile: Tile) -> Sequence[torch.Tensor | None]:
-    if tile.lengths is None:
-        return [None] * len(tile.sizes)
-    return apart(tile.lengths, [tile.num_rows] * len(tile.sizes))
-
-
-def _flat(found: Values) -> Values:
-    return found if found.values.dim() == 1 else found._replace(values=found.values.reshape(-1))
 
 
 def _outside(found: Values, num_places: int) -> torch.Tensor:
@@ -384,31 +261,6 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((end - first.storage_offset(),), (1,)).data
 
 
-def _joined_valid(valid: Sequence[torch.Tensor | None], pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    if all(mask is None for mask in valid):
-        return None
-    each = zip(valid, pieces, strict=True)
-    return torch.cat([torch.ones(len(piece), dtype=torch.bool) if mask is None else mask for mask, piece in each])
-
-
 def in_host_memory() -> AbstractContextManager[Any]:
     """A program may have set another default device for new tensors; a data worker has not."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-
-
-def _compiler(wanted: bool) -> Callable[..., Any] | None:
-    if not wanted:
-        return None
-    if native_code.compiler() is None:
-        _log.warning("features: no C++ compiler (g++, clang++) on this host: the graph runs without torch.compile")
-        return None
-    # Only here: it takes as long to import as the rest of torch.
-    from torch._inductor import config
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if why := prepare_inductor(default_cache_dir()):
-        _log.warning("features: the graph runs without torch.compile: %s", why)
-        return None
-    # Headers that torch compiles lie in its own place, whatever other place is named.
-    own_place = [name for name in ("cpp_cache_precompile_headers",) if hasattr(config, name)]  # torch 2.8 and newer
-    return partial(torch.compile, dynamic=True, options=dict.fromkeys(own_place, False))

@@ -18,9 +18,8 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features.batches import Columns, Jagged, JaggedBatch, Nullable, Values
+from hetstream.mpi_dataworkers.features.batches import TORCH_DTYPES, Columns, Jagged, JaggedBatch, Nullable, Values
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output, Step
-from hetstream.mpi_dataworkers.features.kernels import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.operators import DTYPES, RANGES, FeatureType
 from hetstream.mpi_dataworkers.gpu_features.schedule import check_graph
 

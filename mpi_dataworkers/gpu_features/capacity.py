@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
-from hetstream.mpi_dataworkers.features.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, check_callable, check_is, check_number, check_whole
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream
+from hetstream.mpi_dataworkers.gpu_features.triton_cache import prepare_triton
 
 
 class Resource(enum.Enum):

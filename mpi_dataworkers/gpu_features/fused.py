@@ -13,7 +13,6 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Reader
-from hetstream.mpi_dataworkers.features.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
@@ -27,6 +26,7 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import (
     check_tile,
 )
 from hetstream.mpi_dataworkers.gpu_features.streams import device_of
+from hetstream.mpi_dataworkers.gpu_features.triton_cache import prepare_triton
 
 _log = logging.getLogger(__name__)
 # As `kernel.launch`.

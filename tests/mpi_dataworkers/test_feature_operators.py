@@ -1,12 +1,9 @@
-"""The eleven operators: known values, and the torch kernels against the NumPy reference on anything."""
+"""The eleven operators: known values, and torch and native code against the NumPy reference on anything."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +16,8 @@ from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.kernels import Span, spans
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from tests.mpi_dataworkers import features_reference as reference
-from tests.programs import needs
 
 NAN, INF = float("nan"), float("inf")
 LARGE = 2**63 - 1
@@ -158,6 +153,9 @@ def test_values_that_are_not_numbers_stay_and_bounds_hold() -> None:
     assert of_values(ops.MapId((7, 8, 9)), [-1, 0, 2, 3, LARGE, -(2**63)], "int64") == [0, 7, 9, 0, 0, 0]
     assert of_values(ops.FillNull(5.0), [NAN, 1], "float32")[1] == 1
     assert of_values(ops.FillNull(5.0, nan=True), [NAN, 1], "float32") == [5, 1]
+    large = 10**30  # beyond int64, and a number of the feature's all the same
+    assert of_values(ops.FillNull(large, nan=True), [NAN, 1], "float64") == [1e30, 1]
+    assert of_values(ops.Clamp(-large, large), [INF, -INF, 1], "float64") == [1e30, -1e30, 1]
 
 
 def test_missing_values_are_filled() -> None:
@@ -167,6 +165,31 @@ def test_missing_values_are_filled() -> None:
         assert transform({"x": Nullable(given_values, valid)})["y"].tolist() == [1, -1, 3]
         assert transform({"x": given_values})["y"].tolist() == [1, 2, 3]
     assert given_values.tolist() == [1, 2, 3], "the batch that it is given stays as it is"
+
+
+def test_a_result_has_memory_of_its_own_where_no_value_has_changed() -> None:
+    """A program may change it in place: the batch that it gave, and other results, stay as they are."""
+    values, matrix, ids = torch.rand(4), torch.rand(2, 4).t(), Jagged(torch.arange(3), torch.tensor([1, 2, 0, 0]))
+    chains = {
+        "filled": dense("x") >> ops.FillNull(0.0),
+        "filled again": dense("x") >> ops.FillNull(1.0),
+        "cast": dense("x") >> ops.Cast("float32"),
+        "matrix": dense("m", width=2) >> ops.FillNull(0.0),
+        "short lists": jagged("i") >> ops.FirstX(9),
+        "x": dense("x"),
+    }
+    for transform in transforms(FeatureGraph.of(chains)):
+        batch = {"x": values.clone(), "m": matrix.clone(), "i": ids}
+        found = transform(batch)
+        for name in ("filled", "filled again", "cast", "matrix"):
+            assert found[name].is_contiguous()
+            found[name].add_(1.0)
+        found["short lists"].values.add_(1)
+        assert torch.equal(found["x"], values)
+        assert torch.equal(found["cast"], values + 1.0)
+        assert torch.equal(found["matrix"], matrix + 1.0)
+        assert torch.equal(batch["m"], matrix)
+        assert ids.values.tolist() == [0, 1, 2]
 
 
 floats = st.floats(width=32)
@@ -275,7 +298,7 @@ def test_equal_borders_in_two_dtypes_are_two_tables() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_one_operator_with_other_numbers_for_each_of_many_features(data: st.DataObject) -> None:
-    """Each class of operators, whose features share a tile."""
+    """Each class of operators, whose features run together in native code."""
     is_float = data.draw(st.booleans())
     same = data.draw(st.sampled_from([*(OF_FLOATS if is_float else OF_INTS).values()]))
     dtype, values = ("float32", floats) if is_float else ("int64", int64s)
@@ -286,8 +309,8 @@ def test_one_operator_with_other_numbers_for_each_of_many_features(data: st.Data
     check(chains, 3)
 
 
-def test_chains_of_many_features_on_several_tiles() -> None:
-    """As large as a tile and larger, uneven, and with a result of another dtype than what comes in."""
+def test_chains_of_many_features_with_many_values() -> None:
+    """More than native code takes at once, uneven, and with a result of another dtype than what comes in."""
     draw = np.random.default_rng(1)
     chains = []
     for at in range(5):
@@ -312,21 +335,6 @@ def test_chains_of_many_features_on_several_tiles() -> None:
         for at in range(2):
             expected = torch.logit(torch.from_numpy(batch[f"x{at}"]), eps=0.1 / (at + 1))
             torch.testing.assert_close(found[:, at], expected, rtol=1e-6, atol=1e-7)
-
-
-@given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 25), st.booleans())
-def test_tiles_cover_all_values_once(sizes: list[int], most: int, whole: bool) -> None:
-    found = list(spans(sizes, most, whole=whole))
-    assert [value for span in found for value in range(span.begin, span.end)] == list(range(sum(sizes)))
-    assert {at for span in found for at in range(span.first, span.last)} == set(range(len(sizes)))
-    for span in found:
-        is_one = span.last - span.first == 1
-        assert span.end - span.begin <= most or (whole and is_one)
-        before = sum(sizes[: span.first])
-        if not is_one:
-            assert (span.begin, span.end) == (before, sum(sizes[: span.last])), "features that share a tile are whole"
-        assert before <= span.begin <= span.end <= sum(sizes[: span.last])
-    assert list(spans([2, 3, 9], 5)) == [Span(0, 2, 0, 5), Span(2, 3, 5, 10), Span(2, 3, 10, 14)]
 
 
 @pytest.mark.shows("jagged features come out as a KeyedJaggedTensor, which torchrec looks up")
@@ -354,26 +362,3 @@ def test_without_torchrec_the_error_says_what_to_install(monkeypatch: pytest.Mon
 
     with pytest.raises(FeatureError, match="pip install torchrec"):
         JaggedBatch(("a",), torch.zeros(1), torch.ones(1, dtype=torch.int64)).to_torchrec()
-
-
-@pytest.mark.shows("moved operators are fused for CPUs: native code, or torch's C++ backend")
-@pytest.mark.shows("the eleven feature operators compute what a plain reference computes, whatever the values")
-@pytest.mark.slow
-@needs("g++")
-def test_compiled_code_computes_the_same(tmp_path: Path) -> None:
-    """In a process of its own: torch's compiler leaves threads behind."""
-    program = Path(__file__).parent / "programs" / "compiled_features.py"
-    done = subprocess.run(
-        [sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
-
-
-@pytest.mark.shows("moved operators are fused for CPUs: native code, or torch's C++ backend")
-def test_without_a_compiler_it_runs_as_it_is_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    graph = FeatureGraph.of({"y": dense("x", "int64") >> ops.Clamp(0, 5)})
-    assert FeatureTransform(graph, compiled=True)({"x": torch.tensor([9])})["y"].tolist() == [5]
-    assert "no C++ compiler" in caplog.text

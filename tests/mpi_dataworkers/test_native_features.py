@@ -139,7 +139,7 @@ def check_random_graphs(first: int, count: int) -> None:
         count -= 1
 
 
-@pytest.mark.shows("moved operators are fused for CPUs: native code, or torch's C++ backend")
+@pytest.mark.shows("moved operators are fused for CPUs: native code")
 @needs_compiler
 def test_native_code_does_what_torch_does_on_random_graphs() -> None:
     check_random_graphs(0, 100)
@@ -151,6 +151,17 @@ def test_native_code_does_what_torch_does_on_random_graphs() -> None:
 @pytest.mark.parametrize("first", range(1, 11))
 def test_native_code_does_what_torch_does_on_a_thousand_random_graphs(first: int) -> None:
     check_random_graphs(first, 100)
+
+
+@needs_compiler
+def test_results_of_many_sizes_lie_in_several_pieces_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces so small that most features have one of their own, and some are larger."""
+    monkeypatch.setattr(native, "_SLAB_VALUES", 300)
+    for rows in (1, 100, 400):
+        batch = batch_of(rows)
+        assert_same(
+            FeatureTransform(graph_of_everything(), native=True)(batch), FeatureTransform(graph_of_everything())(batch)
+        )
 
 
 @needs_compiler
@@ -260,11 +271,6 @@ def test_the_sign_of_zero_is_the_same_wherever_a_graph_runs(dtype: str, bounds: 
     for name in chains:
         assert torch.signbit(with_torch[name]).tolist() == torch.signbit(natively[name]).tolist()
         assert torch.signbit(with_torch[name])[:2].tolist() == [True, False], "0 and -0 are within the bounds"
-
-
-def test_native_and_compiled_do_not_go_together() -> None:
-    with pytest.raises(FeatureError, match="take one of them"):
-        FeatureTransform(FeatureGraph.of({"y": dense("x")}), native=True, compiled=True)
 
 
 @pytest.mark.shows("NaN, ids out of range, borders that decrease and empty features are computed or refused")

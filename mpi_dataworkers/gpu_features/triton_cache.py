@@ -1,8 +1,8 @@
-"""Where torch and Triton keep what they compile, and load again as programs of whoever runs them.
+"""Where Triton keeps what it compiles, and loads again as a program of whoever runs it.
 
-torch's own place is `TMPDIR/torchinductor_USER`, a name that anybody can take first. It asks nobody whose the files are
-that it finds there, and loads them. So before hetstream has either compile, the place is looked at: one that the user
-has set is used as it is, or not at all; else it is a directory with mode 0700 that is his.
+It asks nobody whose the files are that it finds there. So before hetstream has it compile, the place is looked at: one
+that the user has set is used as it is, or not at all; else it is Triton's own, in the home directory, or where others
+can change that, a directory with mode 0700 that is his.
 """
 
 from __future__ import annotations
@@ -19,29 +19,11 @@ from pathlib import Path
 from hetstream.base.access import unsafe_below
 from hetstream.base.files import Directory, temporary_place
 
-_INDUCTOR, _TRITON, _TRITON_HOME = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"
-
-
-def prepare_inductor(own_default: str) -> str:
-    """Have torch.compile keep what it makes where nobody else has a hand in it. Any thread, any number of times.
-
-    Args:
-        own_default: torch's own place, which torch writes into the environment as if the user had chosen it.
-
-    Returns:
-        Why nothing may be compiled; "" if all is well.
-    """
-    if why := _why_not_temporary():
-        return why
-    chosen = os.environ.get(_INDUCTOR)
-    if chosen and os.path.abspath(chosen) != os.path.abspath(own_default):
-        return _why_not(Path(chosen), _INDUCTOR)
-    os.environ[_INDUCTOR] = str(_private("inductor"))
-    return ""
+_TRITON, _TRITON_HOME = "TRITON_CACHE_DIR", "TRITON_HOME"
 
 
 def prepare_triton() -> str:
-    """The same of Triton, whose own place is in the home directory.
+    """Have Triton keep what it makes where nobody else has a hand in it. Any thread, any number of times.
 
     Returns:
         Why nothing may be compiled; "" if all is well.
@@ -55,7 +37,7 @@ def prepare_triton() -> str:
         return _why_not(Path(home) / ".triton" / "cache", _TRITON_HOME)
     own = Path(os.path.expanduser("~/.triton/cache"))  # stays as it is for a user without a home directory
     if not own.is_absolute() or _why_not(own, "HOME"):
-        os.environ[_TRITON] = str(_private("triton"))
+        os.environ[_TRITON] = str(_private())
     return ""
 
 
@@ -75,20 +57,20 @@ def _why_not(place: Path, variable: str) -> str:
     return f"{variable} leads to {place}, and what is compiled is loaded from there: {why}" if why else ""
 
 
-def _private(name: str) -> Path:
+def _private() -> Path:
     """A directory that nobody else can enter: of all processes of this user, or of this one if the name is taken."""
-    path = temporary_place() / f"hetstream-{name}-{os.geteuid()}"
+    path = temporary_place() / f"hetstream-triton-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return path
-    return _of_this_process(name)
+    return _of_this_process()
 
 
 @functools.cache
-def _of_this_process(name: str) -> Path:
-    made = Path(tempfile.mkdtemp(prefix=f"hetstream-{name}-", dir=temporary_place()))
+def _of_this_process() -> Path:
+    made = Path(tempfile.mkdtemp(prefix="hetstream-triton-", dir=temporary_place()))
     atexit.register(_remove, made, os.getpid())
     return made
 

@@ -411,7 +411,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @pytest.mark.shows("a row at fault is told with sample, file and line")
 def test_a_step_that_cannot_work_is_named_with_its_line() -> None:
-    line = test_a_step_that_cannot_work_is_named_with_its_line.__code__.co_firstlineno + 2
+    line = test_a_step_that_cannot_work_is_named_with_its_line.__code__.co_firstlineno + 3  # behind the mark
     chain = dense("price") >> ops.Bucketize((3.0, 1.0))
     with pytest.raises(FeatureError, match=rf"step price.Bucketize \(test_feature_graph.py:{line}\): .* not decrease"):
         FeatureGraph.of({"bucket": chain})

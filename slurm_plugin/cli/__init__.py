@@ -16,47 +16,58 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import hetstream
 from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.files import UntrustedFile
-from hetstream.base.text import PrintableFormatter, printable
+from hetstream.base.text import PrintableFormatter, printable, shortened
 from hetstream.slurm_plugin.cli.commands import add_command
 
-VERBS = {
-    "convert": "print the heterogeneous script that an sbatch script becomes",
-    "sbatch": "submit an sbatch script as a heterogeneous job",
-    "run": "run a training program with local data workers, without Slurm",
-    "explain": "show what of a program's forward could move to data workers, and why not more",
-    "top": "show what the data workers and loaders of a running job do",
-    "events": "print what happened in a job, with its causes",
-    "logs": "print what the job master, dispatcher, data workers and checkpoint writers of a job wrote",
-    "summary": "print what a job did that has ended",
-    "clean": "remove what old jobs have left in .hetstream",
-    "frag": "show which free CPUs and GPUs no pending job can use",
-    "jobs": "show the queue: what jobs hold, and what pending ones wait for",
-    "why": "say what a pending job waits for, and whether data workers would let it start",
-    "util": "show how much of the cluster was allocated, and how much of that did something",
-    "advise": "list jobs that would gain from data workers",
-    "doctor": "find problems in the cluster's configuration, with the fix",
-    "migrate": "move a running training job to other nodes, without a step lost",
-    "simulate": "say what a policy would have done to a cluster and its jobs",
-    "exporter": "serve the cluster's figures to Prometheus, with a dashboard for Grafana",
-    "daemon": "run the site daemon: keep the cluster's history, divide data workers among jobs",
-    "policy": "show, set and explain how data workers are divided among jobs",
-    "report": "draw fragmentation, queueing delay and utilisation as one HTML page",
-    "serve": "show that page live",
-    "ckpt": "list, check and clean up checkpoints; run their checkpoint writer",
-    "packer": "place opportunistic jobs onto GPUs in use",
-    "opp": "show opportunistic jobs, and why they wait",
-    "gpu": "share GPUs among a guaranteed job and opportunistic ones",
-    "dispatcher": "run the dispatcher of a job by hand",
-    "worker": "run data workers by hand",
-    "master": "run the job master (called by converted scripts)",
-    "filter": "plan the conversion of an sbatch (called by the cli_filter plugin)",
-    "install": "place the Lua plugins, systemd units, man pages and completion",
-    "uninstall": "take away what install placed",
+# What `hetstream` alone prints, in groups. A verb without a group is called by other parts of hetstream, or by hand.
+GROUPS = {
+    "your job": {
+        "run": "run a program with local data workers, without Slurm",
+        "sbatch": "submit an sbatch script as a heterogeneous job",
+        "convert": "print the heterogeneous script that an sbatch script becomes",
+        "explain": "show what of a model's forward could move to data workers",
+        "top": "show what the data workers and loaders of a running job do",
+        "events": "print what happened in a job, with its causes",
+        "logs": "print the logs of a job: master, data workers, checkpoint writers",
+        "summary": "print what a job did that has ended",
+        "ckpt": "list, check, convert and clean up checkpoints",
+        "migrate": "move a running training job to other nodes, without a step lost",
+        "clean": "remove what old jobs have left in .hetstream",
+    },
+    "the cluster": {
+        "why": "say what a pending job waits for, and what would let it start",
+        "jobs": "show the queue: what jobs hold, and what pending ones wait for",
+        "frag": "show which free CPUs and GPUs no pending job can use",
+        "util": "show how much of the cluster was allocated, and was of use",
+        "advise": "list jobs that would gain from data workers",
+        "report": "draw the cluster's state and history as one HTML page",
+        "opp": "show opportunistic jobs, and why they wait",
+    },
+    "for the admin": {
+        "doctor": "find problems in the cluster's configuration, with the fix",
+        "install": "place Lua plugins, systemd units, man pages and completion",
+        "uninstall": "take away what install placed",
+        "daemon": "run the site daemon: keep history, divide data workers",
+        "policy": "show, set and explain how data workers are divided among jobs",
+        "packer": "place opportunistic jobs onto GPUs in use",
+        "gpu": "share GPUs among a guaranteed job and opportunistic ones",
+        "simulate": "say what another policy would have done to the cluster",
+        "exporter": "serve figures to Prometheus, with a dashboard for Grafana",
+        "serve": "show the page of `report` live",
+    },
+    "": {
+        "dispatcher": "run the dispatcher of a job by hand",
+        "worker": "run data workers by hand",
+        "master": "run the job master (called by converted scripts)",
+        "filter": "plan the conversion of an sbatch (called by the cli_filter plugin)",
+    },
 }
+VERBS = {verb: summary for group in GROUPS.values() for verb, summary in group.items()}
 # What a write says that finds no room; it names no file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -64,10 +75,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def build_parser(only: str | None = None, action: str | None = None) -> argparse.ArgumentParser:
     """Build the parser; with `only`, import that verb alone, and with `action` that of it, and leave the others as help
     lines."""
-    parser = argparse.ArgumentParser(prog="hetstream", description="CPU data workers for GPU jobs on Slurm.")
+    parser = _Parser(prog="hetstream", description="CPU data workers for GPU jobs on Slurm.")
     parser.add_argument("--version", action="version", version=f"hetstream {hetstream.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="debug log lines and tracebacks on stderr")
-    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
     for verb, summary in VERBS.items():
         if only in (None, verb):
             add_command(subparsers, verb, summary, verb, action)
@@ -76,10 +87,34 @@ def build_parser(only: str | None = None, action: str | None = None) -> argparse
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """Lists verbs by group."""
+
+    def format_help(self) -> str:
+        """What `--help` prints."""
+        lines = ["usage: hetstream [-h] [--version] [-v] VERB ...", "", self.description or ""]
+        for group, verbs in GROUPS.items():
+            if group:
+                lines += ["", f"{group}:", *(f"  {verb:<10} {summary}" for verb, summary in verbs.items())]
+        lines += [
+            "",
+            "Options of a verb: hetstream VERB --help. -v shows debug lines and tracebacks.",
+        ]
+        return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code. The console script `hetstream` is this function."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, action, *_ = *(word for word in arguments if not word.startswith("-")), None, None
+    if not arguments:
+        print(build_parser("").format_help(), end="")
+        return 0
+    if verb is not None and verb not in VERBS:
+        near = ", ".join(get_close_matches(verb, VERBS, n=3))
+        advice = f"Did you mean {near}?" if near else "See: hetstream --help"
+        print(f"hetstream: {printable(shortened(verb, 40))} is no verb. {advice}", file=sys.stderr)
+        return 2
     return call(f"hetstream {verb}", build_parser(verb if verb in VERBS else "", action).parse_args(arguments))
 
 
@@ -105,7 +140,7 @@ def call(name: str, args: argparse.Namespace) -> int:
             logging.getLogger(__name__).exception("%s failed", name)
         # The lines are ours; what stands in them may be from a file.
         text = "\n".join(map(printable, str(error).split("\n")))
-        print(f"{name}: {type(error).__name__}: {text}", file=sys.stderr)
+        print(f"{name}: {text}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | OptionsError) else 1
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has enough.
@@ -122,8 +157,7 @@ def call(name: str, args: argparse.Namespace) -> int:
             raise
         path = str(error.filename)
         print(
-            f"{name}: {type(error).__name__}: {printable(path)}: {error.strerror}. "
-            f"Check: namei -l {printable(shlex.quote(path))}",
+            f"{name}: {printable(path)}: {error.strerror}. Check: namei -l {printable(shlex.quote(path))}",
             file=sys.stderr,
         )
         return 1

@@ -76,7 +76,7 @@ def test_a_file_that_is_not_executable_is_called_that() -> None:
 @pytest.mark.parametrize("words", [["--data-workers", "1"], ["--data-workers=-1", "true"]])
 def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *words]) == 2
-    assert capsys.readouterr().err.startswith("hetstream run: UsageError: ")
+    assert capsys.readouterr().err.startswith("hetstream run: ")
 
 
 def test_a_summary_that_cannot_be_written_is_told_before_the_program_starts(
@@ -101,7 +101,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pyt
     assert main(["dispatcher", *words]) == 1
     said = capsys.readouterr().err
     path = f"{tmp_path}/file"
-    assert said == f"hetstream dispatcher: NotADirectoryError: {path}: Not a directory. Check: namei -l {path}\n"
+    assert said == f"hetstream dispatcher: {path}: Not a directory. Check: namei -l {path}\n"
 
 
 @pytest.mark.shows("every setting is checked at construction, all problems at once")
@@ -127,7 +127,7 @@ def test_options_of_the_service_that_cannot_be_meant_are_refused(
     verb, *options = words
     binds = ["--bind", "tcp://127.0.0.1:0"] if verb == "dispatcher" else []
     assert main([verb, *binds, *options]) == 2
-    assert f"hetstream {verb}: UsageError: {says}" in capsys.readouterr().err
+    assert f"hetstream {verb}: {says}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 

@@ -48,7 +48,7 @@ def test_who_may_know_of_no_node_is_told_so(site: Any) -> None:
         assert done.returncode != 0
         said = [line for line in done.stderr.splitlines() if not line.startswith(("metrics at", "the cluster at"))]
         assert len(said) == 1, said
-        assert "NodesHidden: Slurm tells this user nothing of nodes (PrivateData=nodes)" in said[0]
+        assert "Slurm tells this user nothing of nodes (PrivateData=nodes)" in said[0]
 
 
 def test_what_may_be_known_of_jobs_is_told_without_nodes(site: Any) -> None:

@@ -62,7 +62,7 @@ def test_become_gives_back_the_signals_that_python_ignores() -> None:
 
 
 def test_become_that_cannot_is_an_error() -> None:
-    assert "SlurmCommandError: no-such-program exited with 127" in become("no-such-program").stderr
+    assert "no-such-program exited with 127" in become("no-such-program").stderr
 
 
 def test_who_waits_long_for_a_command_is_told_so(

@@ -135,17 +135,17 @@ def test_variables_for_every_component_become_options_of_the_trainer(shell: Shel
         (
             ["--data-worker=3", "train.sbatch"],
             {},
-            "DirectiveError: train.sbatch command line: --data-worker is unknown",
+            "train.sbatch command line: --data-worker is unknown",
         ),
-        (["--data-worker-partition=big", "train.sbatch"], {}, "MissingPartition: --data-worker-partition=big"),
-        (["train.sbatch"], {"SCHEDULER": "sched/builtin"}, "NeedsBackfill: "),
-        (["-a", "0-3", "train.sbatch"], {}, "JobArrayNotSupported: train.sbatch command line: --array=0-3"),
-        (["train.sbatch"], {"SBATCH_ARRAY_INX": "1-2"}, "JobArrayNotSupported: train.sbatch SBATCH_ARRAY_INX"),
-        (["-N1", ":", "-N2", "train.sbatch"], {}, "AlreadyHeterogeneous: ':' on the command line"),
-        (["--data-workers=2", "--wrap=hostname"], {}, "WrappedCommand: "),
-        (["--data-workers=2", "no-such-file"], {}, "UsageError: no-such-file cannot be read"),
+        (["--data-worker-partition=big", "train.sbatch"], {}, "--data-worker-partition=big"),
+        (["train.sbatch"], {"SCHEDULER": "sched/builtin"}, "this cluster runs SchedulerType=sched/builtin"),
+        (["-a", "0-3", "train.sbatch"], {}, "train.sbatch command line: --array=0-3"),
+        (["train.sbatch"], {"SBATCH_ARRAY_INX": "1-2"}, "train.sbatch SBATCH_ARRAY_INX"),
+        (["-N1", ":", "-N2", "train.sbatch"], {}, "':' on the command line"),
+        (["--data-workers=2", "--wrap=hostname"], {}, "--wrap"),
+        (["--data-workers=2", "no-such-file"], {}, "no-such-file cannot be read"),
         (["train.sbatch", "-J"], {}, None),
-        (["-J"], {}, "UsageError: command line: option -J needs a value"),
+        (["-J"], {}, "command line: option -J needs a value"),
     ],
 )
 def test_errors_are_one_line_and_exit_with_2(
@@ -306,10 +306,10 @@ def test_convert_prints_the_script_and_says_why(shell: Shell, words: list[str]) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "UsageError: no script is named"),
-        (["none.sbatch"], "UsageError: none.sbatch cannot be read"),
-        (["train.sbatch", "--", "data-workers=4"], "UsageError: 'data-workers=4' is not an option"),
-        (["--data-workers=0", "train.sbatch"], "DirectiveError: train.sbatch command line: --data-workers=0: MIN is"),
+        ([], "no script is named"),
+        (["none.sbatch"], "none.sbatch cannot be read"),
+        (["train.sbatch", "--", "data-workers=4"], "'data-workers=4' is not an option"),
+        (["--data-workers=0", "train.sbatch"], "train.sbatch command line: --data-workers=0: MIN is"),
     ],
 )
 def test_convert_refuses(shell: Shell, words: list[str], said: str) -> None:
@@ -361,7 +361,7 @@ def test_convert_works_without_slurm(
     path.write_text(SCRIPT.replace(" --data-worker-partition=cpu", ""))
     assert main(["convert", str(path)]) == 2
     said = capsys.readouterr().err
-    assert "MissingPartition" in said
+    assert "--data-worker-partition=NAME" in said
     assert "Slurm was asked: sinfo exited with 127" in said
 
 
@@ -439,7 +439,7 @@ def test_what_is_said_of_the_partition_nobody_chose_and_of_what_no_node_holds(sh
     assert "default partition" not in shell.run("sbatch", "train.sbatch").stderr
     refused = shell.run("sbatch", "train.sbatch", "--data-worker-cpus=9")
     assert refused.returncode == 2
-    assert "NoSuchNode: train.sbatch: a data worker of 9 CPUs fits no node of partition cpu" in refused.stderr
+    assert "train.sbatch: a data worker of 9 CPUs fits no node of partition cpu" in refused.stderr
     many = shell.run("sbatch", "train.sbatch", "--data-worker-cpus=9", "--data-worker-partition=mixed")
     assert many.returncode == 0, "nobody knows the largest node there"
 

@@ -202,7 +202,7 @@ def test_of_a_file_without_end_no_more_is_read_than_such_a_file_has(
     words = {"": jobs, "--cluster": CLUSTER} | {option: "/dev/zero"}
     assert main(["simulate", *(word for pair in words.items() for word in pair if word)]) == 2
     assert capsys.readouterr().err == (
-        f"hetstream simulate: UsageError: /dev/zero: more than 2,000 characters are no {what}. Check its name\n"
+        f"hetstream simulate: /dev/zero: more than 2,000 characters are no {what}. Check its name\n"
     )
 
 

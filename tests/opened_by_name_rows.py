@@ -166,7 +166,6 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/sources/hdf5.py": "_open",
         "mpi_dataworkers/sources/images.py": "ImageFolder._refuse_empty_classes _images decode",
         "slurm_plugin/cli/submit.py": "_read_script run_convert",
-        "slurm_plugin/cli/explain.py": "run",
         "slurm_plugin/cli/cluster_source.py": "read_text",
         "slurm_plugin/cli/run.py": "run",
         "slurm_plugin/client/fake.py": "FakeSlurm.submit",
@@ -279,7 +278,7 @@ ROWS: dict[str, dict[str, str]] = {
             "CheckpointDirectory._look_at CheckpointDirectory.check_own CheckpointDirectory.check_start "
             "CheckpointDirectory.go_back"
         ),
-        "checkpoint/disk/history.py": "lineage_of problem_of_latest replacing*4 target_of_latest write_whole",
+        "checkpoint/disk/history.py": "lineage_of problem_of_latest target_of_latest write_whole",
         "checkpoint/disk/ownership.py": (
             "Claim.__init__ Claim.ask Claim.withdraw _append*2 _lock history living_request prepare_directory*2 "
             "read_owner read_request renumber take*2"

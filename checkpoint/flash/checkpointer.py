@@ -50,7 +50,15 @@ from hetstream.checkpoint.flash.saving import Capture, Saving
 from hetstream.checkpoint.flash.stopping import Stopping, warn_of_wrapper
 from hetstream.checkpoint.flash.storage import CheckpointStorage
 from hetstream.checkpoint.memory.store_files import WriterStatus
-from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree_on_interval
+from hetstream.checkpoint.policy.interval import (
+    Adaptive,
+    Decision,
+    Every,
+    FailureHistory,
+    Schedule,
+    agree_on_interval,
+    rounded_duration,
+)
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.layout import Generation
 
@@ -118,22 +126,16 @@ class Timing:
             if not isinstance(self._rule, Every) or self._rule.num_steps is None:
                 decision = agree_on_interval(gather(self._ranks, decision))
             if schedule.decision.bound_by == "first" and self._ranks.rank == 0:
-                self._say_chosen(decision, schedule.history)
+                self._say_chosen(decision)
             schedule.adopt(decision, self._due_step, now_s)
             self._due_step = None
         return schedule.is_due(step, now_s, alone=self._ranks.world_size == 1)
 
-    def _say_chosen(self, decision: Decision, history: FailureHistory) -> None:
-        """Say once how often there will be saves and why: the program did not, or only in seconds."""
-        known = ""
-        if decision.bound_by == "failures":
-            known = f" (counted: {history.num_failures} failures)" if history.num_failures else " (assumed: mtbf_s)"
-        _log.warning(
-            "hetstream: the first checkpoint is saved; from now on %s%s. FlashCheckpointer(interval=) changes that: a "
-            "number of steps, Every(seconds=) or Adaptive(max_overhead=, mtbf_s=)",
-            decision.reason,
-            known,
-        )
+    def _say_chosen(self, decision: Decision) -> None:
+        """Say once how often there will be saves: the program did not, or only in seconds. Why is in `stats()`."""
+        often = "step" if decision.num_steps == 1 else f"{decision.num_steps} steps"
+        lasts = "" if decision.interval_s is None else f" ({rounded_duration(decision.interval_s)})"
+        _log.warning("hetstream: a checkpoint every %s%s; FlashCheckpointer(interval=) changes that", often, lasts)
 
     def note_due(self, step: int) -> None:
         """The program is told to save after this step: the next `is_due` takes account of what that cost."""

@@ -167,12 +167,13 @@ def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mt
     bound_by = max(wanted, key=lambda name: wanted[name])
     interval_s = wanted[bound_by]
     num_steps = max(1, math.ceil(interval_s / step_s)) if step_s > 0 else 1
+    blocked = f"{rounded_duration(cost_s)} blocked by each save"
     because = {
-        "failures": f"least loss at a failure every {_duration(mtbf_s)} and {_duration(cost_s)} blocked by each save",
-        "overhead": f"{_duration(cost_s)} blocked by each save may cost at most {rule.max_overhead:.3g} of the time",
-        "persist": f"a generation takes {_duration(persist_s)} to disk",
+        "failures": f"least loss at a failure every {rounded_duration(mtbf_s)} and {blocked}",
+        "overhead": f"{blocked} may cost at most {rule.max_overhead:.3g} of the time",
+        "persist": f"a generation takes {rounded_duration(persist_s)} to disk",
     }[bound_by]
-    reason = f"every {num_steps} step(s) of {_duration(step_s)}, {_duration(interval_s)}: {because}"
+    reason = f"every {num_steps} step(s) of {rounded_duration(step_s)}, {rounded_duration(interval_s)}: {because}"
     return Decision(num_steps, interval_s, bound_by, reason)
 
 
@@ -263,11 +264,11 @@ def _fixed(rule: Every, step_s: float) -> Decision:
         return Decision(rule.num_steps, None, "fixed", f"every {rule.num_steps} step(s), as asked")
     assert rule.seconds
     num_steps = max(1, math.ceil(rule.seconds / step_s)) if step_s > 0 else 1
-    reason = f"every {_duration(rule.seconds)}, as asked: {num_steps} step(s) of {_duration(step_s)}"
+    reason = f"every {rounded_duration(rule.seconds)}, as asked: {num_steps} step(s) of {rounded_duration(step_s)}"
     return Decision(num_steps, rule.seconds, "fixed", reason)
 
 
-def _duration(seconds: float) -> str:
+def rounded_duration(seconds: float) -> str:
     """Seconds as a person writes them, with three figures."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= 2 * size or (unit == "s" and seconds >= 1):

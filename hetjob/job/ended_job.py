@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
 _MAX_SUMMARY_BYTES = 64 << 20
+# A trainer that waits for less of the time gains nothing that a user would notice.
+_WELL_BELOW = 0.05
 
 
 def load_summary(directory: Path, *, links: bool = True) -> tuple[dict[str, Any], os.stat_result]:
@@ -108,6 +111,36 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     made = "all of them" if 0 < local == steps else f"{local} steps"
     taken = f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}"
     return f"{taken}{_moved(loaders, steps)}{_compared(loaders)}, {processes}"
+
+
+def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
+    """What to try in the next run, or that all is well.
+
+    A trainer that waits for the share w of the time takes 1 / (1 - w) times the steps once it never waits, and data
+    workers must make as many more.
+
+    Args:
+        summary: of a run without Slurm.
+        data_workers: that the run had.
+        cpus: of the host.
+    """
+    loaders = summary.get("loaders", [])
+    steps, local, elapsed_s = (
+        sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "local_steps", "elapsed_s")
+    )
+    if not steps or not elapsed_s or not data_workers:
+        return ""
+    if local > steps / 2:
+        return "most batches were made in the program: a longer run tells more, as data workers take seconds to start"
+    share = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders) / elapsed_s
+    if share < _WELL_BELOW:
+        return "the trainer hardly waited: all is well"
+    needed = math.ceil(data_workers / max(1 - share, 0.01))
+    if data_workers >= cpus:
+        return f"this host has {cpus} CPUs, all in use: on Slurm, data workers of other nodes would shorten the waits"
+    if needed <= cpus:
+        return f"to wait less, try --data-workers={needed}"
+    return f"to wait less, try --data-workers={cpus}, as many as this host has CPUs; about {needed} would be enough"
 
 
 def _moved(loaders: Sequence[Mapping[str, Any]], steps: int) -> str:

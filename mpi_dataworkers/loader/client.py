@@ -96,10 +96,6 @@ LOCAL_AFTER_S = 1.0
 DISPATCHER_SILENCE_S = 5.0
 # Nor does a step that is merely late hold up the trainer for ever.
 LATE_STEP_S = 60.0
-_NOBODY: dict[Device, str] = {
-    "cpu": "no data worker is there, or none reaches this process",
-    "gpu": "no data worker with a GPU is there, or none reaches this process",
-}
 
 
 class Availability:
@@ -115,16 +111,21 @@ class Availability:
     """
 
     def __init__(self, now: float, device: Device = "cpu") -> None:
-        self._nobody = _NOBODY[device]
+        self._none_yet = "no data worker has come yet" if device == "cpu" else "no data worker with a GPU has come yet"
+        who = "no data worker is there" if device == "cpu" else "no data worker with a GPU is there"
+        self._nobody = f"{who}, or none reaches this process"
         self.num_workers = 0
         self.is_local = False
         self._no_workers_since = now
+        self._has_had_workers = False
+        self._was_at_start = False  # when it last began to work locally
 
     def set_workers(self, count: int, now: float) -> None:
         """So many data workers are there now."""
         if count == 0 and self.num_workers > 0:
             self._no_workers_since = now
         self.num_workers = count
+        self._has_had_workers = self._has_had_workers or count > 0
 
     def reason_to_work_locally(self, now: float, waiting_since: float, last_heard: float) -> str:
         """Why the step that is waited for is to be made in process; "" to go on waiting.
@@ -148,13 +149,17 @@ class Availability:
     def say_local(self, reason: str) -> None:
         """Log, once for each change, that steps are made in process."""
         if not self.is_local:
-            _log.warning("hetstream: working locally, because %s", reason)
-            self.is_local = True
+            if reason == self._nobody and not self._has_had_workers:
+                _log.warning("hetstream: %s; the program makes its batches itself until then", self._none_yet)
+            else:
+                _log.warning("hetstream: working locally, because %s", reason)
+            self._was_at_start, self.is_local = not self._has_had_workers, True
 
     def say_streaming(self) -> None:
         """Log, once for each change, that data workers deliver again."""
         if self.is_local:
-            _log.warning("hetstream: %d data workers deliver again", self.num_workers)
+            how = "make the batches now" if self._was_at_start else "deliver again"
+            _log.warning("hetstream: %d data workers %s", self.num_workers, how)
             self.is_local = False
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.job.ended_job import summary_line
+from hetstream.hetjob.job.ended_job import next_try, summary_line
 from hetstream.hetjob.master.local import LocalConfig, run_local
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.process.config import OFFLOADS
@@ -91,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
     result = run_local(config, os.environ, hook_environment)
     if config.data_workers:
         print(f"hetstream: {summary_line(result.summary)}", file=sys.stderr)
+        advice = next_try(result.summary, config.data_workers, len(os.sched_getaffinity(0)))
+        if advice:
+            print(f"hetstream: {advice}", file=sys.stderr)
     if args.json:
         report = {"meta": {"version": 1}, "returncode": result.returncode, **result.summary}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -16,7 +16,7 @@ import pytest
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import ProgramNotFound
-from hetstream.hetjob.job.ended_job import summary_line
+from hetstream.hetjob.job.ended_job import next_try, summary_line
 from hetstream.hetjob.master.local import LocalConfig, LocalResult, run_local
 from hetstream.slurm_plugin.cli import main
 
@@ -196,6 +196,22 @@ def running() -> Iterator[Run]:
     yield run
     run.process.kill()
     run.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "local_steps", "data_workers", "said"),
+    [
+        (2.0, 0, 2, "the trainer hardly waited: all is well"),
+        (62.0, 0, 2, "to wait less, try --data-workers=6"),
+        (95.0, 0, 2, "to wait less, try --data-workers=8, as many as this host has CPUs; about 40 would be enough"),
+        (50.0, 0, 8, "this host has 8 CPUs, all in use: on Slurm, data workers of other nodes would shorten the waits"),
+        (50.0, 60, 2, "most batches were made in the program: a longer run tells more, as data workers take seconds"),
+        (50.0, 0, 0, ""),
+    ],
+)
+def test_the_last_line_says_what_to_try_next(wait_s: float, local_steps: int, data_workers: int, said: str) -> None:
+    loader = {"steps": 100, "elapsed_s": 100.0, "wait_s": wait_s, "local_steps": local_steps}
+    assert next_try({"loaders": [loader]}, data_workers, cpus=8).startswith(said)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])

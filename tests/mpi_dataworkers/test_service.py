@@ -166,7 +166,13 @@ def test_without_data_workers_the_trainer_goes_on_and_says_so(
     places = {int(pid) for _, pids, _ in loader for pid in pids}
     assert places == {os.getpid()}
     assert loader.stats()["local_steps"] == 5
-    assert sum("working locally, because no data worker is there" in line for line in caplog.messages) == 1
+    assert (
+        sum(
+            "no data worker has come yet; the program makes its batches itself until then" in line
+            for line in caplog.messages
+        )
+        == 1
+    )
 
 
 def test_a_service_that_dies_whole_leaves_the_trainer_working(service: Any, loaders: Any) -> None:

@@ -1,6 +1,6 @@
 """Batches over plain sockets: TCP between hosts, Unix sockets on one.
 
-A message is its length and then what `extents.lay_out` makes of its frames, so that a loader receives it in one piece
+A message is its length and then what `layout.lay_out` makes of its frames, so that a loader receives it in one piece
 of memory. The data worker hands the kernel its tensors where they lie (sendmsg(2)); what does not fit into the socket's
 buffer, a thread sends while the next batch is made. The loader receives without waiting, in the thread that also talks
 to the dispatcher, into memory that it uses again.
@@ -44,7 +44,7 @@ from hetstream.mpi_dataworkers.wire.codec import (
 )
 from hetstream.mpi_dataworkers.wire.messages import Compressed, Delivery, Message
 
-# A message on a socket: its length, and then what `extents.lay_out` makes of its frames, as pieces for sendmsg(2).
+# A message on a socket: its length, and then what `layout.lay_out` makes of its frames, as pieces for sendmsg(2).
 #
 # Used by `sockets.py`. Pure; the tensors stay where they lie.
 

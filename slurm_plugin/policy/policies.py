@@ -1,6 +1,6 @@
 """The policies by name, and the rules that hold under any of them.
 
-A policy is a function of the form `Policy` in a file of its own, and a line here.
+A policy is a function of the form `Policy`, and a line in `POLICIES`.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Allocation:
 
     Attributes:
         workers: data workers of each row, the minimum among them.
-        reasons: why, as `Reason`; `reasons.explain` has the words.
+        reasons: why, as `Reason`; `explain` has the words.
     """
 
     workers: Ints

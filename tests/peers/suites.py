@@ -110,7 +110,7 @@ class Suite:
 
 
 # Files of which data workers make no step, in suites of which they make some, and why.
-_LOCAL_FILES = {
+LOCAL_FILES = {
     "accelerate.test_utils.scripts.test_distributed_data_loop": "it replaces a function of its own module by a lambda, "
     "or its loaders have an iterator of their own",
 }
@@ -585,7 +585,7 @@ def not_streamed(suite: Suite, files: Iterable[str]) -> list[str]:
     return [
         f"{suite.name}: {file}: data workers made no step"
         for file, steps in made.items()
-        if not steps and file not in _LOCAL_FILES
+        if not steps and file not in LOCAL_FILES
     ]
 
 

@@ -1,4 +1,4 @@
-"""Joint plans by NSGA-II, as DLRover-RM makes them. Pure; the home of pymoo, which is an extra of its own.
+"""Joint plans by NSGA-II, as DLRover-RM makes them. Pure; the home of pymoo, which is installed apart.
 
 For one job `plan.py` is exact and faster. This is for joint spaces that are too large to enumerate, and it is scored
 against `joint.joint_front` where both can run.

@@ -169,7 +169,7 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 # What a conversion starts from and where it goes, found out without torch.
 #
-# Called by `hetstream ckpt convert`. The conversions are in `analysis.py` and, with weights, in `weights.py`.
+# Called by `hetstream ckpt convert`. The conversions are in `weights.py`.
 
 Kind = Literal["flash", "dcp", "torch", "safetensors"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -29,8 +29,8 @@ from hetstream.checkpoint.record.lineage import Lineage
 
 # Protocols of what a checkpointer may use beside its own memory and the disk: another job, and other hosts.
 #
-# Saving and restoring know these protocols alone. `ownership.py` plugs in their implementations: `handover/` lets
-# another job go on with the training, `replica/` keeps copies in the memory of other hosts.
+# Saving and restoring know these protocols alone. `ownership.py` plugs in their implementations: `handover.py`
+# lets another job go on with the training, `replica/` keeps copies in the memory of other hosts.
 
 
 class Succession(Protocol):

@@ -34,10 +34,11 @@ from hetstream.hetjob.gpu.orders import NO_LIMIT
 # expandable segments, one stream. A request is rounded up to blocks, the smallest cached block that is large enough is
 # used and split, and only where there is none a new segment is taken from the GPU. The limit counts only then: what is
 # cached is used without asking. Where no segment may be taken, free blocks of the host's pool are used before cached
-# segments are given back (`use_on_oom`, host_pool.py). `allocator_trace.py` compares the model with a real allocator.
+# segments are given back (`use_on_oom`, `cuda.py`). `benchmarks/allocator_trace.py` compares the model with a
+# real allocator.
 
 _MIB = 2**20
-# Of the host's pool, so much is for small blocks; see host_pool.py.
+# Of the host's pool, so much is for small blocks: see `HostPool` in `cuda.py`.
 _SMALL_PART = 16
 
 

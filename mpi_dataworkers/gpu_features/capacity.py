@@ -5,7 +5,7 @@
 As RAP measures overlapping capacity (its section 5.1), with two probes in the place of its operator: one takes traffic
 to memory, one arithmetic (`probes.py`). A probe of some programs begins with the layer and is made to last, alone, as
 long as the layer. The most programs that slow the layer down by no more than 3 % say what it leaves: their work, in
-seconds of the whole GPU. `capacity.py` measures on a GPU, and `fake_gpu.py` is one with a law of contention.
+seconds of the whole GPU. This measures on a GPU; `fake_gpu.py` of the tests is one with a law of contention.
 """
 
 from __future__ import annotations

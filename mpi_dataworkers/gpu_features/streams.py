@@ -1,6 +1,7 @@
 """The streams of a GPU on which training, preprocessing and copies run beside one another: the seam of `corun.py`.
 
-`CudaStreams` is a GPU's; `fake_streams.py` has the other, which needs none and finds what is read too early.
+`CudaStreams` is a GPU's. `fake_streams.py` of the tests has the other, which needs none and finds what is read too
+early.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Slurm: `slurm.py` is the client, `fake.py` its stand-in, `model.py` what both say of a cluster.
 
-`run.py` runs commands, `read.py` takes snapshots with the parsers beside it, `run.py` judges failures.
+`run.py` runs commands and judges failures, `read.py` takes snapshots with the parsers beside it.
 """

@@ -24,7 +24,7 @@ from hetstream.slurm_plugin.database import check_place, make_place
 from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse, UnsafePlace
 from hetstream.slurm_plugin.install.doctor import OPTIONS, WITHOUT, asked_for, programs_asked_for
 
-# Files that users other than root must read. Called by boot.py and roots.py.
+# Files that users other than root must read: those of an installation, and those of a devcluster.
 
 
 @contextmanager

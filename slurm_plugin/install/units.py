@@ -1,6 +1,6 @@
 """The systemd units of all services with the environment files of exporter and site daemon, as text. Pure.
 
-Called by `hetstream install`. The settings of what shares GPUs are in `units.py`.
+Called by `hetstream install`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hetstream.slurm_plugin.packing.notes import COMMENT_MARK, HOLDS_MARK, UPGRA
 
 # Slurm's Prolog, Epilog and TaskProlog of nodes whose GPUs are shared, and the file of their settings, as text. Pure.
 #
-# Called by `hetstream install` and the devcluster; the units are in `units.py`. What the scripts do is in
-# `slurm_plugin/prolog/`; here are the paths that stand before it.
+# Called by `hetstream install` and the devcluster. What the scripts do is in `slurm_plugin/prolog/`; here are the paths
+# that stand before it.
 
 # Where root writes for each job what it was given. Not in the coordinator's own /run/hetstream: its user owns that.
 RUN_DIR = "/run/hetstream-jobs"

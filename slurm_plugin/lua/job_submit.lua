@@ -19,7 +19,7 @@ local FACTOR = { [""] = 1, k = 1024, m = 1024 ^ 2, g = 1024 ^ 3 }
 local SHARED = "opp"                                      -- the GRES of opportunistic jobs, which the packer gives
 local MARK = "hetstream:gpu="                             -- of its Comment; slurm_plugin/install/units.py
 local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the packer's own jobs, too
--- Word of a Comment: its owner holds the job. Slurm alone cannot tell that from the guard's hold; packing/words.py
+-- Word of a Comment: its owner holds the job. Slurm alone cannot tell that from the guard's hold; packing/notes.py
 local HOLD = "hetstream:hold"
 -- And one of an operator's hold of a job that was let go, which `uhold` does not let Slurm tell from the packer's.
 local OPERATORS_HOLD = "hetstream:operators-hold"

@@ -11,7 +11,6 @@
     programs.py    where Slurm's programs are: on the host, or in a Debian root
     apt.py         apt-get and its like, without questions
     lock.py        one `up` at a time
-    umask.py       files that every user may read
     install.py     Debian's packages on the host
     roots.py       cached Debian roots with newer Slurm
     record.py      the files by which a cluster is found again

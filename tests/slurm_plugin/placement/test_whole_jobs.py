@@ -165,7 +165,6 @@ def test_on_a_full_cluster_fgd_gives_out_more_than_best_fit_and_that_more_than_c
 
 @pytest.mark.shows("data workers go to the trainer's node first, then where least other traffic is")
 def test_data_workers_do_not_make_the_nodes_more_uneven() -> None:
-    """Acceptance 19: the indicator after splitting is no worse than with whole jobs."""
     made_up, _ = made_up_cluster(3)
     small = type(made_up)(*(getattr(made_up, name)[:150] for name in ("cpus", "memory_mb", "num_gpus", "gpu_type")))
     jobs = [Shape(min(96_000, 2 * one.cpus), one.memory_mb, one.gpus, one.share) if one.share == WHOLE and one.gpus
@@ -180,7 +179,6 @@ def test_data_workers_do_not_make_the_nodes_more_uneven() -> None:
 @pytest.mark.shows("data workers go to the trainer's node first, then where least other traffic is")
 @pytest.mark.parametrize(("num_gpus", "num_nodes"), [(1, 1), (4, 1), (8, 1), (9, 2), (16, 2), (17, 3), (24, 3)])
 def test_a_gang_is_on_one_node_if_any_fits_it_else_on_the_fewest(num_gpus: int, num_nodes: int) -> None:
-    """Acceptance 20."""
     nodes = Nodes([64_000] * 5, [512] * 5, [8, 4, 8, 8, 4])
     placement = CHOICES["best-fit"].make(nodes, TypicalShapes([]), 0)
     found = place_gang(nodes, Shape(4000, 8, 1), num_gpus, placement)

@@ -122,7 +122,7 @@ def daemon_table(num_jobs: int, rounds: int) -> list[float]:
     known = [
         Registered(
             f"user{number % 97}",
-            ReportDemand(number, 0, 4, 16, 4, 0.1, Measured(5.0, 16.0, points, 1e6, 1, ("n1",), 4000, left)),
+            ReportDemand(number, 0, 4, 16, 4, 0.1, Measured(5.0, 16.0, points, 1e6, 1, 4000, left)),
             number,
             NOW_S,
         )

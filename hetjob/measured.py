@@ -15,10 +15,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 MOST = 1e15
 _Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=MOST)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
-_Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 MAX_POINTS = 16
-MAX_NODES = 32
 
 # Who says how much work is left, the best first.
 RemainingSource = Literal["directive", "loader", "integration", "history", "time_limit"]
@@ -63,7 +61,6 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         points: speeds by size and number of data workers, at most `MAX_POINTS`.
         step_bytes: of a step on its way from data workers to trainers.
         gpus: that the trainers use.
-        trainer_nodes: where they run, at most `MAX_NODES`.
         worker_memory_mb: that one data worker is submitted with.
         remaining: None where nothing says how much is left.
     """
@@ -73,6 +70,5 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     points: Annotated[tuple[SpeedPoint, ...], msgspec.Meta(max_length=MAX_POINTS)] = ()
     step_bytes: _NotNegative | None = None
     gpus: _Count = 0
-    trainer_nodes: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     worker_memory_mb: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None = None
     remaining: RemainingWork | None = None

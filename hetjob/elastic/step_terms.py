@@ -25,7 +25,7 @@ import msgspec
 
 from hetstream.base.text import printable
 from hetstream.hetjob.elastic.snapshot import CompanionState, Snapshot
-from hetstream.hetjob.measured import MAX_NODES, MAX_POINTS, MOST, Measured, RemainingSource, RemainingWork, SpeedPoint
+from hetstream.hetjob.measured import MAX_POINTS, MOST, Measured, RemainingSource, RemainingWork, SpeedPoint
 from hetstream.mpi_dataworkers.wire.messages import FeatureCut, LoaderStatus
 
 # A loader's times are those of its last five seconds: readings that are nearer to each other count some steps twice.
@@ -420,7 +420,6 @@ class Measuring:
             tuple(SpeedPoint(*size, speed) for size, speed in sorted(self._points.items())),
             bytes_per_s / snapshot.steps_per_s if bytes_per_s > 0 else None,
             max((row.world_size for row in loaders), default=0),
-            tuple(sorted({row.host for row in loaders if len(row.host) <= 64}))[:MAX_NODES],
             worker_memory_mb(self._options, cpus),
             remaining(self._work, loaders, ideal, time_s),
         )

@@ -17,7 +17,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.measured import MAX_NODES, Measured
+from hetstream.hetjob.measured import Measured
 
 # What nodes tell the site daemon of their shared GPUs, and what it tells the packer: parts of messages. Pure.
 #
@@ -26,6 +26,8 @@ from hetstream.hetjob.measured import MAX_NODES, Measured
 # More GPUs has no node, and more processes no GPU, that is shared sensibly.
 MAX_GPUS = 64
 MAX_SHARING = 32
+# Names of nodes in an answer to a job.
+MAX_NODES = 32
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
@@ -273,8 +275,7 @@ class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         next_s: after how many seconds to report again.
         companions: of the job, in the daemon's last reading of the cluster, so that the job need not ask Slurm.
         read_age_s: how old that reading is; None: companions are not told.
-        nodes: where data workers would be best, the best first; since version 2. Slurm has the last word. To a job that
-            may not grow: nodes of its trainers, for companions that it has elsewhere.
+        nodes: where data workers would be best, the best first; since version 2. Slurm has the last word.
     """
 
     limit: int | None

@@ -56,7 +56,7 @@ def test_speeds_are_kept_by_size_and_number() -> None:
     assert found is not None
     assert found.points == (SpeedPoint(1, 0, 2.0), SpeedPoint(4, 1, 3.0))
     assert (found.steps_per_s, found.ideal_steps_per_s) == (8.0, 10.0)
-    assert (found.step_bytes, found.gpus, found.trainer_nodes) == (5e5, 2, ("gpu0", "gpu1"))
+    assert (found.step_bytes, found.gpus) == (5e5, 2)
     assert found.worker_memory_mb == 8000
     assert found.remaining == RemainingWork(100.0, 0.1, "loader", 600.0)
     # One that has shown no rate yet, or is of another size, bends nothing.

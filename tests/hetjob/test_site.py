@@ -331,7 +331,7 @@ def test_a_link_finds_a_daemon_that_comes_later(
 
 
 MEASURED = Measured(
-    8.0, 10.0, (SpeedPoint(4, 0, 2.0), SpeedPoint(4, 2, 8.0)), 1e6, 4, ("gpu1", "gpu2"), 8000,
+    8.0, 10.0, (SpeedPoint(4, 0, 2.0), SpeedPoint(4, 2, 8.0)), 1e6, 4, 8000,
     RemainingWork(5000.0, 0.1, "loader", 9000.0),
 )  # fmt: skip
 
@@ -349,7 +349,6 @@ def test_version_2_round_trips_and_version_1_carries_nothing_of_it() -> None:
     for wrong in (
         msgspec.structs.replace(MEASURED, ideal_steps_per_s=0.0),
         msgspec.structs.replace(MEASURED, points=MEASURED.points * 9),
-        msgspec.structs.replace(MEASURED, trainer_nodes=("n" * 65,)),
         msgspec.structs.replace(MEASURED, remaining=RemainingWork(-1.0, 0.0, "loader")),
     ):
         bad = msgspec.structs.replace(report, measured=wrong)

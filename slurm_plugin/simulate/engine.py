@@ -313,7 +313,7 @@ class _Engine:
             self._packing.plan_look(now_s)
         if self._num_events % _CHECK_EVENTS == 0:
             self._check()
-        self._books.record(now_s, len(self._waiting), not self._is_faster)
+        self._books.record(now_s, not self._is_faster)
         if self._looks.next_s <= now_s:
             used = self._division.used_cpus(self._nodes) if self._division and running.count else None
             self._looks.look(self._nodes, used, now_s)

@@ -25,8 +25,6 @@ from hetstream.slurm_plugin.simulate.workload import Cluster, Workload
 Floats = npt.NDArray[np.float64]
 _HOUR_S = 3600.0
 _BOOTSTRAPS = 2000
-# Steps of a distribution that a page draws.
-_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -228,14 +226,6 @@ def _of_packing(outcome: Outcome, window_s: float) -> dict[str, Any]:
         "guaranteed_p99_held_up": _at(held_up[guaranteed], 99) if guaranteed.any() else 1.0,
         "num_evictions": int(felt.evictions.sum()),
     }
-
-
-def waits(outcome: Outcome) -> list[tuple[float, float]]:
-    """The distribution of waiting: (seconds, share of the jobs that waited no longer), for a page and for JSON."""
-    wait_s = np.sort((outcome.start_s - outcome.workload.submit_s)[np.isfinite(outcome.start_s)])
-    shares = np.linspace(0.0, 1.0, _STEPS + 1)
-    found_s = np.quantile(wait_s, shares) if len(wait_s) else np.zeros(0)
-    return list(zip(found_s.tolist(), shares.tolist(), strict=False))
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:

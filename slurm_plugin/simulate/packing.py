@@ -120,11 +120,6 @@ class Packing:
         """Whether a job that is taken away goes on from where it was."""
         return self._options.keeps_progress
 
-    @property
-    def num_waiting(self) -> int:
-        """Opportunistic jobs that wait."""
-        return len(self._waiting)
-
     def num_idle_used(self) -> int:
         """GPUs that opportunistic jobs alone are on."""
         used = np.unique(self._line_gpus())

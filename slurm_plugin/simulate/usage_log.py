@@ -34,7 +34,7 @@ class Use:
         cpus: that trainers and data workers hold.
         productive_cpus: that the speeds need.
         shared_gpus: of effective_gpus, those by jobs that share what others leave.
-        num_waiting, num_running: jobs.
+        num_running: jobs.
     """
 
     at_s: Floats
@@ -43,7 +43,6 @@ class Use:
     cpus: Floats
     productive_cpus: Floats
     shared_gpus: Floats
-    num_waiting: Floats
     num_running: Floats
 
     def total(self, values: Floats, begin_s: float, end_s: float) -> float:
@@ -123,7 +122,7 @@ class Outcome:
         return len(self.workload) - int(self.finished.sum()) - len(self.rejected)
 
 
-_COLUMNS = 8
+_COLUMNS = 7
 
 
 class Books:
@@ -140,18 +139,16 @@ class Books:
         # GPUs, effective ones, CPUs, productive ones, effective GPUs of the jobs that share.
         self._used = [0.0] * 5
 
-    def record(self, now_s: float, num_waiting: int, is_known: bool) -> None:
+    def record(self, now_s: float, is_known: bool) -> None:
         """Write down what is used from now on.
 
         Args:
             now_s: the time.
-            num_waiting: jobs.
             is_known: all that has changed was counted.
         """
         if not is_known or self._packing is not None:
             self.add_up()
-        num_waiting += self._packing.num_waiting if self._packing is not None else 0
-        self._rows.extend((now_s, *self._used, num_waiting, self._running.count))
+        self._rows.extend((now_s, *self._used, self._running.count))
 
     def add_up(self) -> None:
         """Count what all running jobs use."""

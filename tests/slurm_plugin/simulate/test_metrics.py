@@ -11,7 +11,7 @@ from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.insight.prices import Prices
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.metrics import Metrics, compare, interval, measure, waits
+from hetstream.slurm_plugin.simulate.metrics import Metrics, compare, interval, measure
 from hetstream.slurm_plugin.simulate.sacct import replay
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build, parse
@@ -63,11 +63,6 @@ def test_data_workers_count_where_they_are() -> None:
     assert one.first.fragmentation is not None
     assert one.first.fragmentation.indicator[-1] == pytest.approx(0), "one node is full, the other empty"
     assert one.runs[0].cpu_allocated == pytest.approx(0.5)
-
-
-def test_the_distribution_of_waiting_ends_with_the_longest() -> None:
-    curve = waits(simulate(TWO, parse("gpus=2,cpus=8"), FIFO))
-    assert (curve[0], curve[-1]) == ((0.0, 0.0), (10.0, 1.0))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=30))

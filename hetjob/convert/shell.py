@@ -389,7 +389,6 @@ def _of_document(body: list[str], begin: int, depth: int) -> list[Command]:
 #
 # Called by `step_demand.py`. A word may have several values: a variable may be assigned twice, or be a loop's.
 
-_DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _READING = ("read", "mapfile", "readarray", "getopts", "select", "let", "printf")
 _NAME = re.compile(r"\w+", re.ASCII)
 _DEEPEST, _MOST_VALUES = 8, 64

@@ -17,7 +17,6 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native as native_code
-from hetstream.mpi_dataworkers.features import native as native_rules
 from hetstream.mpi_dataworkers.features.batches import Columns, Jagged, JaggedBatch, Reader, Values
 from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
@@ -130,7 +129,7 @@ class FeatureTransform:
         began = time.perf_counter()
         with torch.no_grad(), in_host_memory():
             # Until then there is nothing to decide, and finding the chains of many features takes longer than a batch.
-            is_due = self._choice.runs == "undecided" and self._spent_s >= native_rules.WORTH_S
+            is_due = self._choice.runs == "undecided" and self._spent_s >= native_code.WORTH_S
             if self._groups is None or is_due:
                 self._choose()
             assert self._groups is not None

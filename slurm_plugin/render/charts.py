@@ -1,4 +1,4 @@
-"""Charts as inline SVG: (numbers) -> text. Pure; used by `page.py`, whose style sheet gives them their colours.
+"""Charts as inline SVG: (numbers) -> text. Pure; used by `page.py`. The style sheet below gives them their colours.
 
 Nothing is told by colour alone: lines have dashes, marks and their names at their ends, areas have patterns.
 """

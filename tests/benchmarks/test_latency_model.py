@@ -44,7 +44,6 @@ def device_s(size: KernelSize) -> float:
     return 5e-6 + 1e-7 * size.num_features + size.num_bytes * 1e-11 + slow * 4e-11
 
 
-@pytest.mark.shows("latencies of feature operators are predicted, with whole groups held out")
 def test_sizes_that_were_not_measured_are_predicted() -> None:
     """Two widths are held out, one of which is beyond all others."""
     sizes = sizes_of("Clamp") + sizes_of("Ngram")
@@ -83,7 +82,6 @@ def test_what_no_cache_holds_costs_more_beyond_its_edge() -> None:
     np.testing.assert_allclose(found, [took_s(size) for size in unseen], rtol=0.05)
 
 
-@pytest.mark.shows("latencies of feature operators are predicted, with whole groups held out")
 def test_what_others_leave_of_a_shared_cache_is_learned() -> None:
     """A host's 480 MB are the whole host's: this device has 40 MB of them, and what is larger comes from memory."""
     caches = with_shares((48 << 10, 2 << 20, 480 << 20))
@@ -122,7 +120,6 @@ def test_what_loops_do_for_lists_is_counted() -> None:
     assert counts(Ngram(6), 40) == {"list": 10, "window of 4": 350, "guess": 10}, "too many turns to know by heart"
 
 
-@pytest.mark.shows("latencies of feature operators are predicted, with whole groups held out")
 def test_the_benchmark_measures_all_that_plans_have_and_holds_out_whole_groups() -> None:
     works = list(samples(random.Random(1), (1, 2, 3, 4, 5, 6), 4, 6))
     assert {kind for kind, _ in (work.size.program for work in works)} == {each.__name__ for each in OPERATORS}
@@ -138,7 +135,6 @@ def test_the_benchmark_measures_all_that_plans_have_and_holds_out_whole_groups()
     assert (errors < 0.1).mean() > 0.9
 
 
-@pytest.mark.shows("latencies of feature operators are predicted, with whole groups held out")
 def test_large_batches_are_measured_in_memory_that_is_kept_as_data_workers_keep_it() -> None:
     """Else the kernel gives pages anew, of 40 MiB each time, of less at first: that takes longer than to fill them.
 
@@ -185,7 +181,6 @@ def test_whole_graphs_are_sums_of_what_was_measured() -> None:
     np.testing.assert_allclose(found, [took_s(each) for each in asked], rtol=0.02)
 
 
-@pytest.mark.shows("wrong types and senseless numbers are refused at every entry of GPU features")
 def test_kernels_that_cannot_be_are_refused() -> None:
     size = KernelSize("Clamp", "float32", 1, 100, 1.0, 1.0, 4, 4)
     model = LatencyModel().fit([size], [1e-6])

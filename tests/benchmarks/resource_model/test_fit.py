@@ -58,8 +58,6 @@ def median_error(model: StepTimeModel, truth: StepTimeModel, candidates: Configu
     return float(np.median(np.abs(model.step_s(candidates) / truth.step_s(candidates) - 1)))
 
 
-@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
-@pytest.mark.shows("gradient, update, synchronisation, embedding and loading terms are fitted with intervals")
 @pytest.mark.parametrize(
     ("family", "compute", "loading", "candidates"),
     [
@@ -110,8 +108,6 @@ def test_a_job_that_never_waits_gains_by_no_data_worker_and_is_not_trusted_with_
     assert found.interval_s(grid(data_workers=[2]))[1][0] == np.inf
 
 
-@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
-@pytest.mark.shows("gradient, update, synchronisation, embedding and loading terms are fitted with intervals")
 def test_intervals_hold_what_is_measured() -> None:
     truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
     inside = []
@@ -123,7 +119,6 @@ def test_intervals_hold_what_is_measured() -> None:
     assert 0.90 <= np.mean(inside) <= 0.99
 
 
-@pytest.mark.shows("packing looks at the best single job, too; intervals hold what they say")
 @pytest.mark.parametrize("num", [8, 10, 15, 20])
 @pytest.mark.parametrize("seconds", [[0.035, 0.024, 0.007, 0.025, 0.025], [0.035, 0.0, 0.007, 0.0005, 0.025]])
 def test_few_observations_have_wider_intervals_that_hold_as_much(num: int, seconds: list[float]) -> None:
@@ -156,7 +151,6 @@ def test_an_interval_is_that_of_least_squares_where_nothing_is_at_its_bound() ->
     assert width == pytest.approx(stats.t.ppf(0.975, free) * errors, rel=0.15)
 
 
-@pytest.mark.shows("packing looks at the best single job, too; intervals hold what they say")
 def test_off_the_line_that_was_measured_there_is_no_interval() -> None:
     truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
     line = grid(trainers=range(1, 17), servers=[2], trainer_cpus=[4], server_cpus=[4])
@@ -176,7 +170,6 @@ def test_too_few_observations_have_no_interval() -> None:
     assert (low[0], high[0]) == (0.0, np.inf)
 
 
-@pytest.mark.shows("gradient, update, synchronisation, embedding and loading terms are fitted with intervals")
 def test_terms_that_did_not_vary_are_named() -> None:
     truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
     only_trainers = grid(trainers=range(1, 17), servers=[2], trainer_cpus=[4], server_cpus=[4])
@@ -186,8 +179,6 @@ def test_terms_that_did_not_vary_are_named() -> None:
     assert median_error(found, truth, only_trainers) < 1e-6  # where it was seen it is right
 
 
-@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
-@pytest.mark.shows("gradient, update, synchronisation, embedding and loading terms are fitted with intervals")
 def test_a_probe_tells_the_confused_terms_apart() -> None:
     truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
     seen = grid(trainers=range(1, 9), servers=[2], trainer_cpus=[4], server_cpus=[4])
@@ -219,7 +210,6 @@ def test_probes_beat_chance() -> None:
     assert np.median(probed) < np.median(by_chance)
 
 
-@pytest.mark.shows("gradient, update, synchronisation, embedding and loading terms are fitted with intervals")
 def test_a_step_that_was_held_up_bends_no_fit() -> None:
     truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
     seen = observed(truth, 20, 0.0, 1, SERVED)
@@ -239,7 +229,6 @@ def test_a_step_that_was_held_up_bends_no_fit() -> None:
     assert np.median(errors) < 0.025
 
 
-@pytest.mark.shows("gradient, update, synchronisation, embedding and loading terms are fitted with intervals")
 def test_a_job_without_embeddings_has_no_term_for_them() -> None:
     without = Workload(batch=512, model_bytes=50e6, embedding_dim=0, bytes_per_s=1.25e9)
     truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.0, 0.025])

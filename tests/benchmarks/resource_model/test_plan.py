@@ -19,7 +19,6 @@ from benchmarks.resource_model.terms import GPU_TRAINERS, Workload
 POINTS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=40)
 
 
-@pytest.mark.shows("the exact front of plans is found by enumeration")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(POINTS)
 def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
@@ -86,7 +85,6 @@ def test_any_choice_fits_and_the_exact_one_is_never_worse(seed: int, num: int, s
     assert best.value >= found.value - 1e-9
 
 
-@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
 def test_upgrades_reach_nearly_all_of_the_best_value() -> None:
     rng = np.random.default_rng(3)
     shares = []
@@ -108,8 +106,6 @@ def test_shorter_jobs_count_more() -> None:
     assert weight(600, rho=0.0) == 1.0
 
 
-@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
-@pytest.mark.shows("the exact front of plans is found by enumeration")
 def test_a_plan_is_worth_as_much_as_the_best_there_is() -> None:
     workload = Workload(batch=256)
     rng = np.random.default_rng(0)
@@ -147,8 +143,6 @@ def test_a_grid_has_limits() -> None:
         grid(data_workers=range(1, 10_001), trainers=range(1, 10_001))
 
 
-@pytest.mark.shows("a step's time is fitted by terms with intervals, and what cannot be told apart is said")
-@pytest.mark.shows("the exact front of plans is found by enumeration")
 def test_nsga2_comes_near_the_exact_front() -> None:
     pytest.importorskip("pymoo", reason="joint plans by NSGA-II need more: pip install pymoo")
     jobs = jobs_of(np.random.default_rng(0), 6)

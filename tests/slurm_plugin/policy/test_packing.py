@@ -122,7 +122,7 @@ def test_the_lowest_speed_is_the_greatest_that_there_is(is_mixed: bool, is_local
     assert num_best >= (150 if is_local and not is_mixed else 75), "of the others leximin is no promise"
 
 
-@pytest.mark.shows("packing looks at the best single job, too; intervals hold what they say")
+@pytest.mark.shows("packing looks at the best single job, too")
 def test_a_small_data_worker_does_not_take_the_room_of_one_that_brings_far_more() -> None:
     curves = np.array([[0.0, 8.0], [0.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 0.2]])
     table = job_table([1, 2], wanted=[1, 1], cpus=[8, 1], curve_cpus=curves[0], curve_speed=curves[1])

@@ -1,7 +1,7 @@
 """Files of torch.save: read with torch's weights_only loader, and written so that anybody can read them with it.
 
-Called by `weights.py`. The loader knows fewer types than a state may have; the table in docs/checkpoint.md says what
-becomes of the others.
+Called by `weights.py`. The loader knows fewer types than a state may have; the table in docs/checkpoint-formats.md says
+what becomes of the others.
 """
 
 from __future__ import annotations

@@ -15,6 +15,6 @@ return {
   -- they wait until root, or a user id in `managers` (that of `hetstream packer`), gives them a place and releases them.
   -- opportunistic = { partitions = { "opp" }, qos = {}, hold = true, managers = {} },
   -- Jobs that ask for GPUs in these partitions wait until `hetstream packer --quotas` has found them within their quota.
-  -- Without a packer that runs, nobody starts there: see the admin guide.
+  -- Without a packer that runs, nobody starts there: see docs/admin-gpus.md.
   -- quota = { partitions = { "gpu" } },
 }

@@ -391,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, HetstreamError) as error:
         if not args.store.exists():
             return 0  # its trainer has ended meanwhile, with nothing left to write
-        _log.error("%s: %s", type(error).__name__, error)
+        _log.error("%s", error)
         return 1
     return 0
 

@@ -377,7 +377,7 @@ class _Supervisor:
         except ServiceEnded as ended:
             _log.info("%s", ended)
         except HetstreamError as error:
-            sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
+            sys.stderr.write(f"hetstream worker: {error}\n")
             return 1
         except Exception:  # noqa: BLE001, the process's boundary: say it, and let the parent see the code
             traceback.print_exc()

@@ -270,7 +270,7 @@ def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int =
     except ServiceEnded as ended:
         _log.info("%s", ended)
     except HetstreamError as error:
-        sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"hetstream worker: {error}\n")
         code = 1
     except Exception:  # noqa: BLE001, the process's boundary: say it, but do not end the step
         traceback.print_exc()

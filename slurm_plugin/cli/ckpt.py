@@ -429,7 +429,7 @@ def run_ckpt_start(args: argparse.Namespace) -> int:
         variables = start(own_program(), CommandSlurm(), os.environ, jobs_dir=jobs_dir)
     except HetstreamError as error:
         logging.getLogger(__name__).debug("hetstream ckpt start failed", exc_info=True)
-        print(f"hetstream: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"hetstream: {error}", file=sys.stderr)
         return 1
     variables |= export_variables(os.environ, directory | variables)
     sys.stdout.write(export_lines(variables))

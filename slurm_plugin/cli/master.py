@@ -117,7 +117,7 @@ def _start(args: argparse.Namespace) -> int:
         variables = start(_config(args), CommandSlurm(), os.environ, hook_environment)
     except HetstreamError as error:
         logging.getLogger(__name__).debug("hetstream master start failed", exc_info=True)
-        print(f"hetstream: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"hetstream: {error}", file=sys.stderr)
         return 1
     sys.stdout.write(export_lines(variables))
     return 0

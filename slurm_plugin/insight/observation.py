@@ -367,7 +367,7 @@ class Monitor:
             raise
         except HetstreamError as exc:
             error = self._count(exc)
-            logger.warning("the cluster was not read: %s: %s", type(exc).__name__, exc)
+            logger.warning("the cluster was not read: %s", exc)
         except Exception as exc:  # counted and logged with its traceback; the next one may go well
             error = self._count(exc)
             logger.exception("the cluster was not read")

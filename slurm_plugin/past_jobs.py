@@ -36,7 +36,7 @@ from hetstream.base.files import Directory
 from hetstream.hetjob.elastic.step_terms import EMBEDDING, GRADIENT, UPDATE, UsualLength
 from hetstream.hetjob.job.job import for_user, setting
 from hetstream.hetjob.ports import NodeSize
-from hetstream.hetjob.site.client import site_value
+from hetstream.hetjob.site.site_file import site_value
 from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, HistoryFile, check_beside, create_private, transaction
 
 # What is kept of a job that has ended, and what a new one is compared by. Made from a job's record; pure.

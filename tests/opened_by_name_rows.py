@@ -146,7 +146,8 @@ ROWS: dict[str, dict[str, str]] = {
     "site": {
         "hetstream/base/access.py": "_is_private_group",
         "hetjob/master/server.py": "hole_options",
-        "hetjob/site/client.py": "in_site_file read_settings",
+        "hetjob/site/client.py": "read_settings",
+        "hetjob/site/site_file.py": "in_site_file",
         "slurm_plugin/cli/install.py": "_lua _notes _programs _text_of",
         "tests/devcluster/install.py": "_forbids_starts no_service_starts*8",
         "slurm_plugin/install/doctor.py": "_texts missing_files modules_of",

@@ -34,7 +34,7 @@ from hetstream.hetjob.convert.spec import (
 from hetstream.hetjob.convert.step_demand import Allocation, Surroundings, least_cpus
 from hetstream.hetjob.errors import ConversionError
 from hetstream.hetjob.ports import Cluster
-from hetstream.hetjob.site.client import site_value
+from hetstream.hetjob.site.site_file import site_value
 
 
 @dataclass(frozen=True)

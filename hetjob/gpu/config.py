@@ -12,7 +12,7 @@ from hetstream.base.process import other_job
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.emulated_file import resolved
 from hetstream.hetjob.gpu.orders import JobClass, LocalRank, gpu_of, local_rank
-from hetstream.hetjob.site.client import site_value
+from hetstream.hetjob.site.site_file import site_value
 
 # Where the coordinator of a node listens.
 DEFAULT_SOCKET = "/run/hetstream/gpu.sock"

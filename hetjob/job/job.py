@@ -22,7 +22,7 @@ from hetstream.base.text import user_name
 from hetstream.checkpoint.config import JOB_WRITER
 from hetstream.hetjob.errors import MasterError, SlurmCommandError, WritersNotStarted
 from hetstream.hetjob.ports import Child, SlurmClient
-from hetstream.hetjob.site.client import SITE_FILE, in_site_file
+from hetstream.hetjob.site.site_file import SITE_FILE, in_site_file
 
 # Where the directories of jobs are: `.hetstream` where a job was submitted from, or a place of their own.
 #

@@ -45,7 +45,7 @@ from hetstream.hetjob.master.elastic import Elastic, ElasticStages, GpuStage, el
 from hetstream.hetjob.master.memory import LOG_FILE, Migration
 from hetstream.hetjob.master.state import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_AFTER_S, MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
-from hetstream.hetjob.site.client import SITE_FILE, assignments
+from hetstream.hetjob.site.site_file import SITE_FILE, assignments
 from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.dispatcher.events import EVENTS_FILE
 from hetstream.mpi_dataworkers.dispatcher.server import remove_leftovers

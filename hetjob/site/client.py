@@ -39,6 +39,7 @@ from hetstream.hetjob.site.messages import (
     encode_request,
     new_request,
 )
+from hetstream.hetjob.site.site_file import SITE_FILE, assignments
 
 # Where the site daemon is, for jobs and for the daemon itself: one address in a variable or in the site's file.
 #
@@ -47,7 +48,6 @@ from hetstream.hetjob.site.messages import (
 
 ADDRESS_VARIABLE = "HETSTREAM_DAEMON"
 MUNGE_VARIABLE = "HETSTREAM_MUNGE_SOCKET"
-SITE_FILE = Path("/etc/hetstream/daemon.env")
 # The kernel's limit for the path of a Unix socket (unix(7)), with its final zero.
 _MAX_SOCKET_PATH = 107
 
@@ -141,26 +141,6 @@ def read_settings(environ: Mapping[str, str], site_file: Path = SITE_FILE) -> Si
     values = {**assignments(text), **environ}
     address, socket = values.get(ADDRESS_VARIABLE, ""), values.get(MUNGE_VARIABLE, "")
     return SiteSettings(parse_address(address) if address else None, Path(socket) if socket else None)
-
-
-def site_value(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
-    """What the environment or the site's file says of a setting that is one word; None if neither does."""
-    text = environ.get(name)
-    return in_site_file(name, site_file) if text is None else text
-
-
-def in_site_file(name: str, site_file: Path) -> str | None:
-    """What the site's file says of a setting; None if it says nothing, or is not there."""
-    try:
-        return assignments(site_file.read_text(errors="replace")).get(name)
-    except OSError:
-        return None
-
-
-def assignments(text: str) -> dict[str, str]:
-    """NAME=VALUE lines of an environment file (systemd.exec(5)), as far as they are ours."""
-    found = re.findall(r"^\s*(HETSTREAM_\w+)=(.*)$", text, re.MULTILINE)
-    return {name: value.strip().strip("\"'") for name, value in found}
 
 
 # MUNGE credentials: who wrote something, by the word of this cluster's munged. Used by both sides over TCP.

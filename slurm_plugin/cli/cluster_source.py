@@ -17,8 +17,9 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.client import ADDRESS_VARIABLE, SiteSettings, ask, read_settings, site_value
+from hetstream.hetjob.site.client import ADDRESS_VARIABLE, SiteSettings, ask, read_settings
 from hetstream.hetjob.site.messages import AskGpus, AskReading, RefuseGpus, RefuseReading, ShowGpus, ShowReading
+from hetstream.hetjob.site.site_file import site_value
 from hetstream.slurm_plugin.client.model import Cluster, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import NodesHidden

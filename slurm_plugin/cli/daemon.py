@@ -16,7 +16,6 @@ from hetstream.base.text import duration_words
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.client import (
     ADDRESS_VARIABLE,
-    SITE_FILE,
     SiteSettings,
     TcpAddress,
     UnixAddress,
@@ -25,6 +24,7 @@ from hetstream.hetjob.site.client import (
     read_settings,
 )
 from hetstream.hetjob.site.messages import Answer, AskStatus, JobStatus, Question, ShowStatus
+from hetstream.hetjob.site.site_file import SITE_FILE
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.watching import interval_of
 from hetstream.slurm_plugin.client.model import uid_of

@@ -14,8 +14,9 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.process import sleep_in_parts
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET, coordinator_uid_of
-from hetstream.hetjob.site.client import SiteSettings, ask, site_value
+from hetstream.hetjob.site.client import SiteSettings, ask
 from hetstream.hetjob.site.messages import Answer, RefuseGpus, TakeGpus
+from hetstream.hetjob.site.site_file import site_value
 from hetstream.slurm_plugin.cli.daemon import add_address, settings_of
 from hetstream.slurm_plugin.cli.watching import add_public_argument, address_of, interval_of
 from hetstream.slurm_plugin.coordinator.table import GpuWatch, look, parse_numbers

@@ -20,7 +20,7 @@ from typing import Any
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
-from hetstream.hetjob.site.client import site_value
+from hetstream.hetjob.site.site_file import site_value
 from hetstream.slurm_plugin.cli.commands import declaration_of
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client import pyslurm_backend

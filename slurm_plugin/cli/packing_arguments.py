@@ -13,8 +13,9 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.client import SITE_FILE, SiteSettings, ask, in_site_file, read_settings
+from hetstream.hetjob.site.client import SiteSettings, ask, read_settings
 from hetstream.hetjob.site.messages import AskGpus, RefuseGpus, ShowGpus
+from hetstream.hetjob.site.site_file import SITE_FILE, in_site_file
 from hetstream.slurm_plugin.cli.daemon import add_address
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm

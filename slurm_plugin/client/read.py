@@ -19,12 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.convert.sbatch_options import time_limit_s
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import MarkedJob
-from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
+from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.counted import held_by
 from hetstream.slurm_plugin.client.gpu_defaults import GpuDefaults
 from hetstream.slurm_plugin.client.model import (
@@ -56,6 +57,9 @@ from hetstream.slurm_plugin.client.parse_text import (
 from hetstream.slurm_plugin.client.run import is_denied, run_slurm
 from hetstream.slurm_plugin.client.values import NONE_WORDS, expand, moment, parse_gres, whole
 from hetstream.slurm_plugin.errors import NodesHidden, UnsupportedSlurm
+
+if TYPE_CHECKING:
+    from hetstream.slurm_plugin.client import pyslurm_backend
 
 # Which GPUs running jobs hold, where their own records do not say: (jobs, nodes) -> jobs. Pure; called by `read.py`.
 #
@@ -708,6 +712,9 @@ class CommandReader:
 
     def _by_pyslurm(self, release: tuple[int, int]) -> pyslurm_backend.Answer | None:
         """What pyslurm reads; None if it is not there, of another release, or has failed this reader before."""
+        # Only here: to ask which packages are installed takes longer than to read a small cluster.
+        from hetstream.slurm_plugin.client import pyslurm_backend
+
         if self._pyslurm_failed or not pyslurm_backend.matches(release):
             return None
         try:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetstream.base.access import is_in_common
 from hetstream.base.files import temporary_place
@@ -23,14 +24,6 @@ from hetstream.hetjob.job.job import STEP_PYTHON
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.mpi_dataworkers.process.config import with_whole_paths, without_places_in_common
-from hetstream.slurm_plugin.client.accounting import (
-    Usage,
-    from_queue,
-    from_sacct,
-    has_accounting,
-    times_of_queue,
-    with_mig,
-)
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.parse_text import SINFO_FORMAT, names_of, parse_default_memory, parse_limits
 from hetstream.slurm_plugin.client.read import (
@@ -45,6 +38,9 @@ from hetstream.slurm_plugin.client.read import (
 )
 from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, is_denied, run_slurm, with_retries
 from hetstream.slurm_plugin.errors import NodesHidden
+
+if TYPE_CHECKING:
+    from hetstream.slurm_plugin.client.accounting import Usage
 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -125,6 +121,15 @@ class CommandSlurm:
 
     def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
         """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
+        # Only here: each sbatch of a site with the Lua plugin imports this file.
+        from hetstream.slurm_plugin.client.accounting import (
+            from_queue,
+            from_sacct,
+            has_accounting,
+            times_of_queue,
+            with_mig,
+        )
+
         if has_accounting(snapshot):
             usages = from_sacct(self._environ, snapshot.config.get("ClusterName", ""), start_s, end_s)
             return with_mig(usages, snapshot, self._reader.held_gpus)

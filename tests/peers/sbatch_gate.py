@@ -43,10 +43,14 @@ HERE = Path(__file__).resolve().parent
 _SUBMISSION_LIMIT_S = 60.0
 _WORKERS, _WORKER_CPUS, _WORKER_MB = 2, 2, 4096
 _OURS = (f"--data-worker-cpus={_WORKER_CPUS}", f"--data-worker-partition={DATA_WORKER_PARTITION}")
-# Limits that hetjob/convert/convert.py documents, by the names of their errors. A job array has none: it gets
-# companions.
-DOCUMENTED = ("AlreadyHeterogeneous", "NotAShellScript", "BurstBufferNotShared", "WrappedCommand")
-_ARRAY = "JobArrayNotSupported"
+# Limits that hetjob/convert/convert.py documents, by words of their errors. A job array has none: it gets companions.
+DOCUMENTED = {
+    "AlreadyHeterogeneous": "but hetstream adds the data workers as component 1 itself",
+    "NotAShellScript": "is not a shell, and the job master is started by shell lines",
+    "BurstBufferNotShared": "so data workers could not read it (Slurm limit)",
+    "WrappedCommand": "--wrap leaves no script to convert",
+    "JobArrayNotSupported": "is not supported with a heterogeneous job (Slurm limit)",
+}
 
 Fields = Mapping[str, str]
 
@@ -235,9 +239,9 @@ class Submission:
 
     @property
     def is_ours(self) -> str:
-        """The name of hetstream's own error, if it was one."""
-        match = re.match(r"hetstream sbatch: (\w+): ", self.error)
-        return match[1] if match and self.code == 2 else ""
+        """The name of hetstream's own error, if it was one of the documented limits."""
+        is_ours = self.code == 2 and self.error.startswith("hetstream sbatch: ")
+        return next((name for name, words in DOCUMENTED.items() if is_ours and words in self.error), "")
 
 
 class Submitter:
@@ -456,7 +460,7 @@ def compare(submitter: Submitter, cases: Mapping[str, Case]) -> Report:
     converted = {}
     for name, case in cases.items():
         converted[name] = submitter.converted(case)
-        if converted[name].is_ours == _ARRAY:
+        if converted[name].is_ours == "JobArrayNotSupported":
             converted[name] = submitter.converted(case, companions=True)
             report.arrays.append(name)
         _judge(report, name, plain[name], converted[name])
@@ -476,7 +480,7 @@ def _judge(report: Report, name: str, plain: Submission, converted: Submission) 
         report.refused[name] = plain.error
         if converted.error != plain.error:
             report.other_words[name] = converted.error
-    elif plain.accepted and converted.is_ours in DOCUMENTED:
+    elif plain.accepted and converted.is_ours:
         report.documented[name] = converted.is_ours
     elif plain.accepted != converted.accepted:
         verdicts = [item.error or f"accepted as job {item.job_id}" for item in (plain, converted)]

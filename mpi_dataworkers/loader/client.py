@@ -150,7 +150,10 @@ class Availability:
         """Log, once for each change, that steps are made in process."""
         if not self.is_local:
             if reason == self._nobody and not self._has_had_workers:
-                _log.warning("hetstream: %s; the program makes its batches itself until then", self._none_yet)
+                _log.warning(
+                    "hetstream: %s, or none reaches this process; the program makes its batches itself until then",
+                    self._none_yet,
+                )
             else:
                 _log.warning("hetstream: working locally, because %s", reason)
             self._was_at_start, self.is_local = not self._has_had_workers, True

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = f"Did you mean {near}?" if near else "See: hetstream --help"
         print(f"hetstream: {printable(shortened(verb, 40))} is no verb. {advice}", file=sys.stderr)
         return 2
-    return call(f"hetstream {verb}", build_parser(verb if verb in VERBS else "", action).parse_args(arguments))
+    return call(f"hetstream {verb}", build_parser(verb or "", action).parse_args(arguments))
 
 
 def call(name: str, args: argparse.Namespace) -> int:

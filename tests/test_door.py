@@ -109,3 +109,49 @@ def test_the_version_is_read_when_it_is_asked_for() -> None:
     assert "__version__" in dir(hetstream)
     code = "import sys, hetstream; before = 'importlib.metadata' in sys.modules; print(before, hetstream.__version__)"
     assert run(code) == f"False {version('hetstream')}"
+
+
+# What the extras of pyproject.toml bring, but torch, by the names under which it is imported.
+OPTIONAL = "accelerate h5py lightning mpi4py PIL prometheus_client pyarrow pynvml sklearn transformers triton zstandard"
+WITHOUT = f"""
+import sys
+from pathlib import Path
+
+class Missing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL.split()}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing)
+import numpy as np
+from hetstream import *
+from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop, decode
+from hetstream.mpi_dataworkers.sources.tables import CsvDataset, ParquetDataset
+import hetstream.mpi_dataworkers.gpu_features.corun, hetstream.slurm_plugin.coordinator.server
+
+loader = DataLoader([1.0, 2.0, 3.0], batch_size=3)
+print([batch.tolist() for batch in loader])
+for read in (
+    lambda: ImageFolder("."),
+    lambda: decode(Path("x.png")),
+    lambda: ParquetDataset("x.parquet", {{"a": "int64"}}),
+    lambda: RandomResizedCrop(4)(np.zeros((8, 8, 3), np.uint8)),
+):
+    try:
+        read()
+    except Exception as error:
+        print(type(error).__name__, str(error).split(",")[0])
+"""
+
+
+@pytest.mark.shows("a loader needs none of the optional packages")
+def test_optional_packages_are_needed_by_what_uses_them_alone(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"none")
+    assert run(WITHOUT, cwd=tmp_path).splitlines() == [
+        "[[1.0, 2.0, 3.0]]",
+        "ImportError images need Pillow",
+        "ImportError images need Pillow",
+        "ImportError Parquet files need pyarrow",
+        "ImportError images need Pillow",
+    ]

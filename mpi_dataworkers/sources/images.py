@@ -22,11 +22,6 @@ from hetstream.base.installed import install_command
 from hetstream.mpi_dataworkers.errors import SourceError
 from hetstream.mpi_dataworkers.generators import makes_sample, sample_generator
 
-try:
-    from PIL import Image
-except ImportError as exc:
-    raise ImportError(f"hetstream.mpi_dataworkers.sources.images needs Pillow: {install_command('images')}") from exc
-
 SUFFIXES = (".jpg", ".jpeg", ".png")
 # Modes whose pixels do not fit 8 bits: Pillow would clip them to white without a word.
 _DEEP_MODES = ("I", "F")
@@ -50,6 +45,7 @@ class ImageFolder:
         classes: Class names in sorted order.
 
     Raises:
+        ImportError: Pillow is not installed.
         SourceError: The folder is missing, holds no image, mixes subfolders with loose images, or has an empty class.
     """
 
@@ -60,6 +56,7 @@ class ImageFolder:
         label_of: Callable[[str], str] | None = None,
         transform: Callable[[npt.NDArray[np.uint8]], Any] | None = None,
     ) -> None:
+        _pillow()
         # Absolute, because a data worker may run in another directory.
         self.root = Path(root).absolute()
         self.transform = transform
@@ -121,21 +118,35 @@ class ImageFolder:
             raise SourceError.of(self.root, f"class folder without an image: {', '.join(empty)}. Remove it or fill it")
 
 
+def _pillow() -> Any:
+    """Pillow's `Image`, from where images are decoded: loaders and data workers of all other data do without it.
+
+    Raises:
+        ImportError: it is not installed; how to is said.
+    """
+    try:
+        from PIL import Image
+    except ImportError as exc:
+        raise ImportError(f"images need Pillow, which is not installed: {install_command('images')}") from exc
+    return Image
+
+
 def decode(path: Path) -> npt.NDArray[np.uint8]:
     """Decode a JPEG or PNG file to uint8 (height, width, 3), RGB.
 
     Raises:
         SourceError: The file is missing, truncated, no image, or has more than 8 bits a channel.
     """
+    pillow = _pillow()
     try:
-        with Image.open(path) as image:
+        with pillow.open(path) as image:
             if image.mode.startswith(_DEEP_MODES):
                 raise SourceError.of(
                     path, f"mode {image.mode} has more than 8 bits a channel; convert the file to 8 bits"
                 )
             # A copy: the array that Pillow shares is read-only, and torch warns about those.
             return np.array(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as exc:
+    except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as exc:
         raise SourceError.of(path, f"cannot be decoded: {exc}. Replace or remove the file") from exc
 
 
@@ -153,11 +164,6 @@ def _images(root: Path) -> Iterator[str]:
 #
 # Given as `transform=` to a source. The loader seeds `sample_generator()` for each sample from (seed, epoch, index), so
 # a sample is cut the same way whoever makes it. For what is not here any function on arrays will do.
-
-try:
-    from PIL import Image
-except ImportError as exc:
-    raise ImportError(f"hetstream.mpi_dataworkers.sources.images needs Pillow: {install_command('images')}") from exc
 
 _ATTEMPTS = 10
 
@@ -204,8 +210,9 @@ class RandomResizedCrop:
         height, width = image.shape[:2]
         draw = sample_generator() if makes_sample() else random.Random(random.getrandbits(64))
         left, top, part_width, part_height = self._part(width, height, draw)
-        part = Image.fromarray(np.ascontiguousarray(image[top : top + part_height, left : left + part_width]))
-        scaled = np.array(part.resize((self.size, self.size), Image.Resampling.BILINEAR))
+        pillow = _pillow()
+        part = pillow.fromarray(np.ascontiguousarray(image[top : top + part_height, left : left + part_width]))
+        scaled = np.array(part.resize((self.size, self.size), pillow.Resampling.BILINEAR))
         return np.ascontiguousarray(scaled[:, ::-1]) if draw.random() < self.flip else scaled
 
     def _part(self, width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:

@@ -543,12 +543,6 @@ def _is_number(text: str, kind: ColumnType) -> bool:
 #
 # Called by the user's program; iterated by a loader or a data worker. It keeps no file open and never imports torch.
 
-try:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-except ImportError as exc:
-    raise ImportError(f"hetstream.mpi_dataworkers.sources.tables needs pyarrow: {install_command('parquet')}") from exc
-
 
 class ParquetDataset(TableDataset):
     """Samples from the rows of Parquet files. A group of rows is a row group of the file.
@@ -556,7 +550,7 @@ class ParquetDataset(TableDataset):
     Columns of lists have the types `list<int64>` and so on; a list that is missing is an empty one, a value that is
     missing in a list an error. Smaller integers, and bool, may be read as larger ones, and float32 as float64.
 
-    Args, Raises: As TableDataset.
+    Args, Raises: As TableDataset; ImportError where pyarrow is not installed.
     """
 
     def look_at(self, path: Path) -> tuple[int, ...]:
@@ -596,14 +590,14 @@ class ParquetDataset(TableDataset):
         # One thread: a data worker has one CPU, and a fork would leave the others behind.
         try:
             return file.read_row_group(number, columns=list(self._types), use_threads=False)
-        except _UNREADABLE:
+        except _unreadable():
             for name in self._types:
                 with _opened(path, f"row group {number}: column {name}: ") as again:
                     again.read_row_group(number, columns=[name], use_threads=False)
             raise
 
     def _column(self, name: str, chunks: Any, faults: dict[int, str]) -> Column:
-        kind = self._types[name]
+        kind, pa = self._types[name], _arrow()
         array = chunks.combine_chunks()
         if isinstance(array, pa.ChunkedArray):
             array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
@@ -628,6 +622,7 @@ class ParquetDataset(TableDataset):
 
 def _is_read_as(found: Any, kind: ColumnType) -> bool:
     """Whether a column of an Arrow type is read as `kind` without losing anything."""
+    pa = _arrow()
     is_list = pa.types.is_list(found) or pa.types.is_large_list(found)
     if is_list != kind.is_list:
         return False
@@ -639,15 +634,31 @@ def _is_read_as(found: Any, kind: ColumnType) -> bool:
     return bool(np.can_cast(given, wanted, "safe")) and (given.kind == "f") == (wanted.kind == "f")
 
 
-# What Arrow raises for a file that is none, or is damaged; UnicodeError for the name of a column, or of a file.
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeError)
+def _arrow() -> Any:
+    """pyarrow, from where Parquet is read: loaders and data workers of all other data do without it.
+
+    Raises:
+        ImportError: it is not installed; how to is said.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as exc:
+        raise ImportError(f"Parquet files need pyarrow, which is not installed: {install_command('parquet')}") from exc
+    return pyarrow
+
+
+def _unreadable() -> tuple[type[BaseException], ...]:
+    """What Arrow raises for a file that is none, or is damaged; UnicodeError for the name of a column, or of a file."""
+    return _arrow().ArrowException, OSError, UnicodeError
 
 
 @contextmanager
 def _opened(path: Path, where: str = "") -> Iterator[Any]:
     """The file; what Arrow says of it becomes a SourceError."""
+    arrow = _arrow()
     try:
-        with pq.ParquetFile(path) as file:
+        with arrow.parquet.ParquetFile(path) as file:
             yield file
-    except _UNREADABLE as exc:
+    except _unreadable() as exc:
         raise SourceError.of(path, f"{where}cannot be read as Parquet: {exc}") from exc

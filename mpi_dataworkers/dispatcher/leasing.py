@@ -315,7 +315,8 @@ class Stealing:
                 step_s = max(step_s, (elapsed_s - _REPORT_DELAY_S) / (made + 1))
                 first += 1 + max(made, int(elapsed_s / step_s) if step_s > 0 else 0)
                 ahead_s = slowest_s = step_s
-            num_steps = max(0, lease.stop - first)
+            # What a loader made itself meanwhile nobody makes again; of a listed order the indices are gone.
+            num_steps = max(0, lease.stop - max(first, session.consumed))
             yield _Waiting(lease, session, ahead_s, num_steps, step_s)
             ahead_s += num_steps * step_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import random
 from collections import Counter
 
@@ -517,8 +518,9 @@ def test_two_passes_share_the_workers_by_need() -> None:
 @pytest.mark.shows("each element comes once under random schedules of faults")
 @pytest.mark.parametrize("seed", range(200))
 def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
-    """Workers join, die, drain, stop, go on and steal, messages and batches get lost, the dispatcher restarts."""
-    chance = random.Random(seed)
+    """Workers join, die, drain, stop, go on and steal, messages and batches get lost, the dispatcher restarts, and the
+    loader makes steps itself. Every second order is listed: of what is consumed, the dispatcher has no indices."""
+    chance, is_listed = random.Random(seed), bool(seed % 2)
     steps, window, now = chance.randint(1, 60), chance.randint(1, 12), 0.0
     state, incarnation = DispatcherState(1, now), 1
     buffer, ledger = ReorderBuffer(0), Counter[int]()
@@ -556,7 +558,12 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
     def say_hello(peer: str) -> None:
         if peer == LOADER:
             deliver(state.handle(LOADER, loader(), now))
-            opening = OpenSession(session(steps), steps, buffer.position, buffer.received(), window, None)
+            first, spec, listed = buffer.position, session(steps), None
+            if is_listed:
+                spec = msgspec.structs.replace(spec, order=ListedOrder(batched=True))
+                indices = array.array("q", range(first, steps))
+                listed = StepList(first, array.array("i", [1] * len(indices)).tobytes(), indices.tobytes())
+            opening = OpenSession(spec, steps, first, buffer.received(), window, listed)
             deliver(state.handle(LOADER, opening, now))
         elif peer in mailbox:
             held = [HeldLease(one.token, "s", one.first_step, one.stop_step) for one in mailbox[peer]]
@@ -612,6 +619,11 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
                 work(name)
         elif event < 0.7 and buffer.has_next():
             ledger[buffer.pop()] += 1
+        elif event > 0.97:
+            for _ in range(min(chance.randint(1, window), steps - buffer.position)):
+                if not buffer.has_next():
+                    buffer.put(buffer.position, buffer.position)
+                ledger[buffer.pop()] += 1
         for name in sorted(mailbox):
             deliver(state.handle(name, WorkerHeartbeat([one.token for one in mailbox[name]]), now))
         deliver(state.handle(LOADER, ReportProgress("s", buffer.position, buffer.received(), window, STATS), now))

@@ -487,6 +487,7 @@ class WorkerMessages:
         out: list[Instruction] = []
         if message.replaces in tables.workers:
             fate = message.fate
+            tables.workers[message.replaces].renews = False  # it has died before it left
             at = {(fate.session_id, fate.step)} if fate is not None and fate.failure is not None else set()
             out += self.lose(message.replaces, now, f"its process {_how_it_ended(message)}", at=at)
         known = tables.workers.get(peer)
@@ -640,7 +641,6 @@ class WorkerMessages:
         out = self._rooms.begin_drain(peer, cause)
         if message.renews and worker.slot:
             worker.renews = True
-            tables.workers_renewed += 1
             tables.asked_at[worker.slot] = now
         stops = dict(message.leases)
         for token in sorted(worker.tokens):
@@ -666,6 +666,7 @@ class WorkerMessages:
         """
         tables = self._tables
         worker = tables.workers.pop(peer)
+        tables.workers_renewed += worker.renews
         tables.rooms_changed = True
         if worker.slot:
             tables.slots[worker.slot].discard(peer)

@@ -392,6 +392,9 @@ class RemoteSource:
             taken = self._client.take(sessions, now + before_s if timeout_s > 0 else None, since)
         except TimeoutError:
             if not has_witness:
+                # What hangs is not to keep the next pass waiting, which has as little time.
+                self.close()
+                self._connection.end_processes()
                 raise timed_out(timeout_s) from None
             taken = (
                 0,

@@ -211,6 +211,10 @@ class ControlThread:
             # Nobody waits for the step in work, which may wait for what another process holds.
             self._page.deadlines = ShutdownDeadlines(time.monotonic())
 
+    def _drop_session(self, message: DropSession) -> None:
+        if in_work := self._leases.drop_session(message.session_id):
+            self._page.unwanted = in_work
+
     def _refused(self, message: Refused) -> None:
         raise HetstreamError(f"the dispatcher refused this data worker: {message.text}")
 
@@ -219,7 +223,7 @@ _HANDLERS: dict[type[Message | Reconnected], Callable[[ControlThread, Any], None
     GrantLease: lambda control, message: control._leases.take(message),
     TrimLease: lambda control, message: control._leases.trim(message.token, message.stop_step),
     RevokeLease: lambda control, message: control._leases.revoke(message),
-    DropSession: lambda control, message: control._leases.drop_session(message.session_id),
+    DropSession: ControlThread._drop_session,
     ProvidePipeline: lambda control, message: control._pickled_pipelines.take(message),
     DropPipeline: lambda control, message: control._pickled_pipelines.drop(message.pipeline_id),
     WorkerRegistered: ControlThread._registered,

@@ -207,15 +207,22 @@ class HeldLeases:
             if message.reconnect and message.session_id in self._receivers:
                 self._doubted.add(self._receivers[message.session_id])
 
-    def drop_session(self, session_id: str) -> None:
-        """Forget the leases of a session that has ended."""
+    def drop_session(self, session_id: str) -> int:
+        """Forget the leases of a session that has ended.
+
+        Returns:
+            The token of one of them that is in work, 0 for none.
+        """
         with self._lock:
             self._receivers.pop(session_id, None)
-            for token in [t for t, lease in self._held.items() if lease.session.session_id == session_id]:
+            dropped = [token for token, lease in self._held.items() if lease.session.session_id == session_id]
+            for token in dropped:
                 del self._held[token]
             was_last = not self._receivers
+            in_work = self._at[0] if self._at[0] in dropped else 0
         if was_last and self.is_spent():
             self.renew()
+        return in_work
 
     def tokens(self) -> list[int]:
         """What is held, for a heartbeat."""

@@ -160,7 +160,7 @@ class ShutdownDeadlines:
 # Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
 # it was told to end (0: it was not); how often it asked for another process; when it made a step last (0: never); which
 # pipeline it wants to be forked with, how long loading that may take, and the answer; its process id, and whether its
-# supervisor knows it; which pipeline it was forked with and uses.
+# supervisor knows it; which pipeline it was forked with and uses; a lease whose loader's pass has ended, 0 for none.
 _PAGE = struct.Struct("<qdqq64s")
 _THREAD = struct.Struct("<dq")
 _BEGUN = struct.Struct("<qdqq64sdq")  # both, of thread 0
@@ -179,6 +179,8 @@ _PID = _KNOWN = struct.Struct("<q")
 _PID_AT = _WISH_AT + _WISH.size
 _KNOWN_AT = _PID_AT + _PID.size
 _SHARES_AT = _KNOWN_AT + _KNOWN.size
+_UNWANTED = struct.Struct("<q")
+_UNWANTED_AT = _SHARES_AT + _NAME.size
 
 
 class Answer(enum.IntEnum):
@@ -332,6 +334,15 @@ class WorkPage:
     @shares.setter
     def shares(self, pipeline_id: str) -> None:
         _NAME.pack_into(self._page, _SHARES_AT, pipeline_id.encode())
+
+    @property
+    def unwanted(self) -> int:
+        """The token of a lease in work whose pass has ended, so that nobody waits for its step; 0 for none."""
+        return int(_UNWANTED.unpack_from(self._page, _UNWANTED_AT)[0])
+
+    @unwanted.setter
+    def unwanted(self, token: int) -> None:
+        _UNWANTED.pack_into(self._page, _UNWANTED_AT, token)
 
     def close(self) -> None:
         """Give the page back."""

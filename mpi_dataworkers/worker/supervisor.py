@@ -72,6 +72,9 @@ _MAX_EARLY_DEATHS = 5
 _WATCH_S = 0.25
 _MOST_BETWEEN_LOOKS_S = 0.5
 _STACK_S = 1.0
+# A sample whose loader's pass has ended may go on for so long. torch's loader gives its own worker processes as much:
+# MP_STATUS_CHECK_INTERVAL in torch/utils/data/_utils/__init__.py.
+_UNWANTED_S = 5.0
 # A data worker that has made nothing for so long may start anew in another Python environment.
 _IDLE_S = 30.0
 _STACK_SIGNAL = signal.SIGRTMAX - 1
@@ -86,7 +89,8 @@ class _Child:
     Attributes:
         start: what it was started with.
         num_asked: how often it has asked for another process in its slot, as far as was looked.
-        seen, seen_at: what it was at when it was looked at last, and since when, in time in which the supervisor ran.
+        seen, seen_at: what it was at when it was looked at last, and since when, in time in which the supervisor ran;
+            of a lease whose step nobody waits for, the token.
     """
 
     start: WorkerStart
@@ -95,7 +99,7 @@ class _Child:
     started: float = field(default_factory=time.monotonic)
     hung: Work | None = None
     num_asked: int = 0
-    seen: Work | None = None
+    seen: Work | int | None = None
     seen_at: float = 0.0
 
     def close(self) -> None:
@@ -255,9 +259,13 @@ class _Supervisor:
         if work is not None and child.page.deadlines.is_overdue(time.monotonic(), True):
             os.kill(pid, signal.SIGKILL)  # it was told to leave for a fresh one, and user code does not let it
             return
-        if work != child.seen:
-            child.seen, child.seen_at = work, self._clock.now
-        if work is None or child.hung or self._clock.now - child.seen_at < work.limit_s:
+        is_unwanted = work is not None and work.token == child.page.unwanted
+        at = work.token if work is not None and is_unwanted else work
+        if at != child.seen:
+            child.seen, child.seen_at = at, self._clock.now
+        if work is None or child.hung:
+            return
+        if self._clock.now - child.seen_at < (_UNWANTED_S if is_unwanted else work.limit_s):
             return
         child.hung = work
         # `faulthandler` writes in the signal handler itself, so it needs no GIL.
@@ -267,7 +275,8 @@ class _Supervisor:
         while time.monotonic() < deadline and not is_signalled() and (not before or child.stacks.read() != before):
             before = child.stacks.read()
             time.sleep(0.02)
-        if child.page.read() == work:
+        now_at = child.page.read()
+        if now_at == work or (is_unwanted and now_at is not None and now_at.token == work.token):
             os.kill(pid, signal.SIGKILL)
         else:
             child.hung = None  # the signal has ended the system call that it waited in
@@ -299,7 +308,9 @@ class _Supervisor:
             return
         if own_code in (0, FRESH_PROCESS) or (self._stopping and not child.hung):
             return
-        if child.hung:
+        if child.hung and child.seen == child.hung.token:
+            reason = f"was still at a step {_UNWANTED_S:g} s after its loader's pass had ended"
+        elif child.hung:
             reason = f"hung: it was at one sample for longer than sample_timeout_s={child.hung.limit_s:g}"
         else:
             reason = how

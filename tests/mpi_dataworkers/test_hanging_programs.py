@@ -35,3 +35,54 @@ def test_a_sample_that_never_comes_is_torchs_own_error_behind_all_steps_before_i
     assert "stays local" not in found.stderr
     if part != "hangs":
         assert f"at sample {sample} of step {sample // 4}" in found.stderr
+
+
+LEFT_BEHIND = """
+import sys, time
+import hetstream
+from torch.utils.data import Dataset
+
+class Some(Dataset):
+    def __init__(self, at): self.at = at
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        if index == self.at:
+            time.sleep(600)
+        return index
+
+def taken(most, timeout):
+    given = []
+    loader = hetstream.DataLoader(Some(40), 4, timeout=timeout)
+    try:
+        for batch in loader:
+            given += batch.tolist()
+            if len(given) == most:
+                break
+    except RuntimeError as error:
+        return given == [*range(len(given))], len(given), str(error)
+    finally:
+        loader.close()
+    return given == [*range(len(given))], len(given), loader.stats()["local_steps"] < 5
+
+if __name__ == "__main__":
+    if sys.argv[1] == "times out":
+        print(taken(100, 3), taken(100, 3))
+    else:
+        print(taken(40, 0), taken(40, 0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("times out", " ".join(["(True, 40, 'DataLoader timed out after 3 seconds')"] * 2)),
+        ("is left", "(True, 40, True) (True, 40, True)"),
+    ],
+)
+def test_a_sample_that_hangs_does_not_keep_data_workers_from_the_next_pass(
+    how: str, said: str, service: Any, tmp_path: Path, run_program: Any
+) -> None:
+    """Its pass is over; `sample_timeout_s`, 300 s, is for one that somebody waits for."""
+    service.start_workers(1)
+    found = run_program(LEFT_BEHIND, tmp_path, how, HETSTREAM_SERVICE=service.name)
+    assert found.stdout.strip() == said, found.stderr

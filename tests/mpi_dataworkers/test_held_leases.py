@@ -81,6 +81,13 @@ def test_nobody_hears_of_a_lease_that_is_gone(leases: HeldLeases, dispatcher: Di
     assert dispatcher.told == []
 
 
+def test_the_lease_in_work_of_a_session_that_has_ended_is_told(leases: HeldLeases) -> None:
+    leases.begin(1, 10)
+    assert leases.drop_session("another") == 0
+    assert leases.drop_session("a") == 1
+    assert leases.drop_session("a") == 0
+
+
 def test_a_connection_in_doubt_is_made_afresh_once_also_for_a_lease_that_was_sent(leases: HeldLeases) -> None:
     leases.settle(1, FinishLease(1, 0.1))
     leases.revoke(RevokeLease(1, "a", True, "its batches did not come"))

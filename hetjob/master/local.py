@@ -22,7 +22,7 @@ from hetstream.hetjob.errors import MasterError, ProgramNotFound
 from hetstream.hetjob.job.ended_job import read_summary
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child, temporary_directory
 from hetstream.hetjob.master.children import Service
-from hetstream.hetjob.master.state import MasterState, Phase
+from hetstream.hetjob.master.state import DISPATCHER, MasterState, Phase, data_worker, log_name
 from hetstream.hetjob.ports import Child
 from hetstream.mpi_dataworkers.process.config import environment_with_hash_seed
 
@@ -195,11 +195,11 @@ class LocalLauncher:
 
     def dispatcher(self) -> Child:
         """Start the dispatcher."""
-        return start_child(self._config.dispatcher_words(self._directory), log=self._log("dispatcher"))
+        return start_child(self._config.dispatcher_words(self._directory), log=self.log_of(DISPATCHER))
 
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
-        arguments, log = self._config.data_worker_words(self._directory), self._log(f"data-worker-{index}")
+        arguments, log = self._config.data_worker_words(self._directory), self.log_of(data_worker(index))
         arguments += [] if log is None else ["--log", str(log)]
         # The seed, else it would start itself anew. What samples write is the program's output.
         return start_child(arguments, env=environment_with_hash_seed())
@@ -211,5 +211,6 @@ class LocalLauncher:
     def end_elastic(self) -> None:
         """There is no controller."""
 
-    def _log(self, name: str) -> Path | None:
-        return None if self._config.show_logs else self._directory / f"{name}.log"
+    def log_of(self, name: str) -> Path | None:
+        """The file that a child's output goes to, for as long as the run lasts."""
+        return None if self._config.show_logs else self._directory / log_name(name)

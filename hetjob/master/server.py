@@ -43,7 +43,16 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic, ElasticStages, GpuStage, elastic_of_gpu_stage
 from hetstream.hetjob.master.memory import LOG_FILE, Migration
-from hetstream.hetjob.master.state import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_AFTER_S, MasterState, Phase
+from hetstream.hetjob.master.state import (
+    DISPATCHER,
+    FIRST_DELAY_S,
+    LONGEST_DELAY_S,
+    STEADY_AFTER_S,
+    MasterState,
+    Phase,
+    data_worker,
+    log_name,
+)
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.site.site_file import SITE_FILE, assignments
 from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
@@ -467,9 +476,8 @@ class SlurmLauncher:
         """
         arguments = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(self._job.work_dir)]
         arguments += ["--address-file", str(self._job.address_file)]
-        log_file = self._job.directory / "dispatcher.log"
         argv = [*self._config.program, *arguments]
-        return start_child(argv, log=log_file, death_signal=signal.SIGKILL, is_told_twice=True)
+        return start_child(argv, log=self.log_of(DISPATCHER), death_signal=signal.SIGKILL, is_told_twice=True)
 
     def data_worker(self, index: int) -> Child:
         """One step a data worker: when one dies, only its own step is started again."""
@@ -483,7 +491,11 @@ class SlurmLauncher:
         # All steps share the component's memory: without --mem=0 the first would take it all.
         options += ["--mem=0", "--kill-on-bad-exit=0", "--job-name=data-worker"]
         arguments = self.worker_words(self._config.data_worker_cpus)
-        return self._client.start_step(options, arguments, self._job.directory / f"data-worker-{index}.log")
+        return self._client.start_step(options, arguments, self.log_of(data_worker(index)))
+
+    def log_of(self, name: str) -> Path:
+        """The file that a child's output goes to."""
+        return self._job.directory / log_name(name)
 
     def begin_elastic(self) -> None:
         """Let the elastic controllers submit companions."""

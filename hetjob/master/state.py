@@ -117,6 +117,11 @@ def data_worker(index: int) -> str:
     return f"data_worker={index}"
 
 
+def log_name(name: str) -> str:
+    """The file name of a child's log, such as "data-worker-0.log"."""
+    return f"{name.replace('_', '-').replace('=', '-')}.log"
+
+
 class MasterState:
     """The state of one job's service.
 

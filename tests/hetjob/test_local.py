@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,14 @@ def test_the_program_sees_the_service_and_the_summary_comes_back(tmp_path: Path)
     assert result == LocalResult(0, {"loaders": [{"steps": 7}], "data_workers_seen": 2})
     assert not list(tmp_path.glob("hetstream-*"))
     assert (tmp_path / "service").read_text().startswith("file:/")
+
+
+def test_what_a_child_said_that_has_died_is_shown_before_its_log_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    shell("touch die-dispatcher; kill -KILL $(sed -n 's/dispatcher //p' started); sleep 2")
+    assert "dispatcher ended with -9" in caplog.text
+    assert re.search(
+        r"dispatcher ended with 9; the end of its log \(.*/dispatcher.log\):\ndispatcher dies$", caplog.text, re.M
+    )
 
 
 def test_without_data_workers_there_is_no_service() -> None:

@@ -30,6 +30,7 @@ verb = sys.argv[1]
 with open("started", "a") as started:
     started.write(f"{verb} {os.getpid()}\n")
 if Path(f"die-{verb}").exists():
+    print(f"{verb} dies", file=sys.stderr)
     sys.exit(9)
 if verb == "dispatcher":
     if not Path(value("--work-dir")).is_symlink():

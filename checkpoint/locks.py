@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
-import fcntl
 import functools
 import mmap
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from hetstream.base.files import Directory
 from hetstream.base.locks import keep_to_owner
+from hetstream.base.posix import fcntl, register_at_fork
 from hetstream.checkpoint.errors import CheckpointError
 
 _POLL_S = 0.005
@@ -156,7 +156,7 @@ def _forget_in_child() -> None:
         lock._close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+register_at_fork(after_in_child=_forget_in_child)
 
 
 # The pages of mapped memory: have them there before somebody touches them, or free them, without the GIL.

@@ -1,13 +1,12 @@
 """hetstream: training batches from CPU nodes, streamed to the GPUs of a Slurm cluster.
 
-What a program imports is here: the loader, the checkpointer, and every error.
+What a program imports is here, the loader and the checkpointer; every error is in `hetstream.errors`.
 
-    from hetstream import DataLoader, FlashCheckpointer, NoCheckpoint
+    from hetstream import DataLoader, FlashCheckpointer
+    from hetstream.errors import NoCheckpoint
 
 `import hetstream` loads neither torch nor zmq. A name's own module is imported when the name is first used.
 """
-
-# ruff: noqa: F403, F405 (`import *` takes the errors, which are listed in their own modules only)
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the same names as in the tables below, for editors and type checkers; `tests/test_door.py` compares
-    from hetstream.base.errors import *
-    from hetstream.checkpoint.errors import *
+    from hetstream.base.errors import HetstreamError as HetstreamError
     from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer as FlashCheckpointer
     from hetstream.checkpoint.flash.destinations import LoadedCheckpoint as LoadedCheckpoint
     from hetstream.checkpoint.flash.options import CheckpointOptions as CheckpointOptions
@@ -26,8 +24,6 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.checkpoint.policy.interval import Every as Every
     from hetstream.checkpoint.policy.retention import Best as Best
     from hetstream.checkpoint.policy.retention import Retention as Retention
-    from hetstream.hetjob.errors import *
-    from hetstream.mpi_dataworkers.errors import *
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator as numpy_sample_generator
     from hetstream.mpi_dataworkers.generators import sample_generator as sample_generator
     from hetstream.mpi_dataworkers.loader.data_loader import DataLoader as DataLoader
@@ -36,7 +32,6 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.mpi_dataworkers.order.visitation import ShardingPolicy as ShardingPolicy
     from hetstream.mpi_dataworkers.order.visitation import Visitation as Visitation
     from hetstream.mpi_dataworkers.partitioner.partition import partition as partition
-    from hetstream.slurm_plugin.errors import *
 
     __version__: str
 else:
@@ -50,6 +45,7 @@ else:
         "DataLoader": "mpi_dataworkers.loader.data_loader",
         "Every": "checkpoint.policy.interval",
         "FlashCheckpointer": "checkpoint.flash.checkpointer",
+        "HetstreamError": "base.errors",
         "LoadedCheckpoint": "checkpoint.flash.destinations",
         "Retention": "checkpoint.policy.retention",
         "ShardingPolicy": "mpi_dataworkers.order.visitation",
@@ -60,32 +56,22 @@ else:
         "partition": "mpi_dataworkers.partitioner.partition",
         "sample_generator": "mpi_dataworkers.generators",
     }
-    # Modules all of whose errors can be imported from here. Their docstrings draw them as trees.
-    _ERROR_MODULES = (
-        "base.errors",
-        "checkpoint.errors",
-        "hetjob.errors",
-        "mpi_dataworkers.errors",
-        "slurm_plugin.errors",
-    )
+    __all__ = [*_MODULES, "__version__"]
 
-    # What `import *` brings. Of the errors it is the root alone: the others would fill a program with names.
-    __all__ = [*_MODULES, "HetstreamError", "__version__"]
-
-    def _errors():
-        """Every error by its name."""
-        return {
-            name: value
-            for module in _ERROR_MODULES
-            for name, value in vars(importlib.import_module(f"hetstream.{module}")).items()
-            if isinstance(value, type) and issubclass(value, BaseException)
-        }
+    def _module_of(name):
+        try:
+            return importlib.import_module(f"hetstream.{_MODULES[name]}")
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            message = f"hetstream.{name} needs torch, which is not installed. Run: pip install 'hetstream[torch]'"
+            raise ModuleNotFoundError(message, name="torch") from None
+        except AttributeError as error:  # which would read as if the name itself were missing
+            raise ImportError(f"hetstream.{name} cannot be imported: {error}") from error
 
     def __getattr__(name):  # PEP 562: called once for each name, which is kept below
         if name in _MODULES:
-            value = getattr(importlib.import_module(f"hetstream.{_MODULES[name]}"), name)
-        elif name[:1].isupper() and name in (errors := _errors()):
-            value = errors[name]
+            value = getattr(_module_of(name), name)
         elif name == "__version__":
             value = importlib.import_module("importlib.metadata").version("hetstream")
         else:
@@ -94,4 +80,4 @@ else:
         return value
 
     def __dir__():
-        return sorted({*globals(), *__all__, *_errors()})
+        return __all__

@@ -64,7 +64,8 @@ class Sites(ast.NodeVisitor):
                     )
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for name in node.names:
-                    self._modules[name.asname or name.name] = f"{node.module}.{name.name}"
+                    full_name = f"{node.module}.{name.name}".removeprefix("hetstream.base.posix.")
+                    self._modules[name.asname or name.name] = full_name
         self.visit(tree)
 
     def _in(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:

@@ -206,6 +206,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "private": {
         "checkpoint/integrations/huggingface.py": "FlashCheckpointCallback.resume_folder*7",
+        "hetjob/master/children.py": "Service._last_words",
         "hetjob/master/local.py": "_await_dispatcher",
         "mpi_dataworkers/process/children.py": "keep_apart",
         "hetjob/job/processes.py": "_is_nobodys*2 remove_leftovers*2 temporary_directory*5",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import math
 import mmap
@@ -27,6 +26,7 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.limits import TimeExceeded, limited
+from hetstream.base.posix import fcntl
 from hetstream.checkpoint.disk.safetensors import SUFFIX, FilePlan, Range, read_header, structure_in
 from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease, reach
 from hetstream.checkpoint.locks import Populate, populate

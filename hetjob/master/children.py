@@ -161,10 +161,10 @@ class Service:
         """The end of a child's log: the file of a local run is gone when somebody wants to read it."""
         path = self._launcher.log_of(name)
         try:
-            words = "" if path is None else path.read_text(errors="replace").strip()[-_LAST_WORDS:]
+            text = "" if path is None else path.read_text(errors="replace").strip()[-_LAST_WORDS:]
         except OSError:
             return ""
-        return f"; the end of its log ({path}):\n{words}" if words else ""
+        return f"; the end of its log ({path}):\n{text}" if text else ""
 
     def _start_dispatcher(self, instruction: StartDispatcher) -> None:
         self._start(DISPATCHER, instruction.reason, self._launcher.dispatcher)

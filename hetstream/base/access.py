@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import grp
 import os
-import pwd
 import stat
 import struct
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from hetstream.base.posix import grp, open_flags, pwd
 from hetstream.base.text import group_name, user_name
 
 # With O_DIRECTORY an automounter mounts what is entered; O_PATH needs no right to read.
-_ENTER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_ENTER = open_flags("O_PATH", "O_DIRECTORY", "O_CLOEXEC", "O_NOFOLLOW")
 _MOST_LINKS = 40  # as the kernel follows: https://man7.org/linux/man-pages/man7/path_resolution.7.html
 # Entries of an ACL: https://github.com/torvalds/linux/blob/v6.1/include/uapi/linux/posix_acl_xattr.h
 _ACL, _ACL_HEADER_BYTES, _ACL_ENTRY = "system.posix_acl_access", 4, struct.Struct("<HHI")

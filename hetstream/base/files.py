@@ -30,13 +30,14 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from hetstream.base.access import UntrustedFile as UntrustedFile
 from hetstream.base.access import Way, others_can_write, unsafe_below
+from hetstream.base.posix import open_flags
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _TEMPORARY = ".tmp"
 _GROUP_ENTERS = stat.S_IRGRP | stat.S_IXGRP
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_READ = open_flags("O_RDONLY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
 
 
 def _telling_where(method: Callable[Concatenate[Directory, _P], _T]) -> Callable[Concatenate[Directory, _P], _T]:

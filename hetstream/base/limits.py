@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import sys
 import threading
@@ -13,6 +12,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from hetstream.base.posix import resource
 
 _STATM = Path("/proc/self/statm")
 _MEMINFO = Path("/proc/meminfo")

@@ -8,7 +8,6 @@ for as long as he likes: /run and /dev/shm are open to all. The file of this loc
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import time
@@ -16,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetstream.base.files import UntrustedFile
+from hetstream.base.posix import fcntl, open_flags
 
 _POLL_S = 0.005
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = open_flags("O_RDWR", "O_CREAT", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hetstream.base.posix import realtime_signal, register_at_fork, signals
+
 _generation = 0
 
 
@@ -27,7 +29,7 @@ def _begin_as_child() -> None:
     _generation += 1
 
 
-os.register_at_fork(after_in_child=_begin_as_child)
+register_at_fork(after_in_child=_begin_as_child)
 
 
 # Calls a function when a module has been imported, in processes that know nothing of it. For start-up hooks.
@@ -131,9 +133,9 @@ _OTHERS = (
     *("SIGCHLD", "SIGCONT", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH"),
 )
 # Whatever else may come ends a process that does not expect it.
-FATAL = frozenset(signal.valid_signals()) - {getattr(signal, name) for name in _OTHERS}
+FATAL = frozenset(signal.valid_signals()) - {*signals(*_OTHERS)}
 # Beside SIGTERM, from a parent in a step to its child: of two SIGTERM on their way only the first is seen.
-STOP_OF_PARENT = signal.SIGRTMAX - 2
+STOP_OF_PARENT = realtime_signal(2)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SLURMSTEPD = "slurmstepd"
 

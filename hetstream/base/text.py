@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import grp
 import logging
-import pwd
 from datetime import timedelta
+
+from hetstream.base.posix import grp, pwd
 
 
 def printable(text: str) -> str:

@@ -7,18 +7,19 @@ type is looked at once, by one thread; a process that is forked meanwhile finds 
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from hetstream.base.posix import register_at_fork
+
 T = TypeVar("T")
 
 _lock = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:

@@ -7,7 +7,6 @@ never called in a program without hetstream.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import stat
@@ -17,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from hetstream.base.posix import fcntl
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.changes import (
     State,

@@ -14,7 +14,6 @@ import atexit
 import collections
 import itertools
 import logging
-import os
 import secrets
 import threading
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.posix import register_at_fork
 from hetstream.base.process import generation
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.process.faults import reach
@@ -350,7 +350,7 @@ def _begin_as_child() -> None:
     _running.clear()
 
 
-os.register_at_fork(after_in_child=_begin_as_child)
+register_at_fork(after_in_child=_begin_as_child)
 
 
 @atexit.register

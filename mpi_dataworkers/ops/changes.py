@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hetstream.base.posix import open_flags
 from hetstream.mpi_dataworkers.ops.pickling import digest_of_buffers
 from hetstream.mpi_dataworkers.ops.reached import globals_in, is_own, is_programs, names_in
 
@@ -403,7 +404,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 # `tempfile` chooses, what `multiprocessing` needs, and hetstream's own.
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY  # leaves nothing
+_TMPFILE = open_flags("O_TMPFILE") & ~open_flags("O_DIRECTORY")  # leaves nothing
 # Which arguments of an event are the path and the directory that it may be below, and whether something has to be there
 # or must not be: else the call changes nothing.
 _ACTS = {

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
+from hetstream.base.posix import open_flags
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.reached import is_own_file
 
@@ -104,7 +105,7 @@ def _could_append(file: Any) -> bool:
 
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY  # leaves nothing
+_TMPFILE = open_flags("O_TMPFILE") & ~open_flags("O_DIRECTORY")  # leaves nothing
 
 
 @dataclass(frozen=True)

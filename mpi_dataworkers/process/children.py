@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from hetstream.base.posix import register_at_fork, signals
 from hetstream.base.process import generation
 
 # From prctl(2).
@@ -22,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Those that a supervisor holds back while it forks, and those that tell it or a child to end.
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-HELD_SIGNALS = (*END_SIGNALS, signal.SIGCHLD)
+HELD_SIGNALS = (*END_SIGNALS, *signals("SIGCHLD"))
 # Exit codes: of whatever leaves a child without a word of its own, where another process may do better; and of one that
 # makes room for a fresh process, because what Python has loaded stays loaded.
 _NO_WORD = 2
@@ -105,7 +106,7 @@ def stop_at_signals(stop: Callable[[], object]) -> None:
 
     for number in END_SIGNALS:
         signal.signal(number, handle)
-    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
+    register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
 def go_first() -> None:

@@ -656,9 +656,11 @@ def _unreadable() -> tuple[type[BaseException], ...]:
 @contextmanager
 def _opened(path: Path, where: str = "") -> Iterator[Any]:
     """The file; what Arrow says of it becomes a SourceError."""
-    arrow = _arrow()
+    _arrow()
+    import pyarrow.parquet
+
     try:
-        with arrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path) as file:
             yield file
     except _unreadable() as exc:
         raise SourceError.of(path, f"{where}cannot be read as Parquet: {exc}") from exc

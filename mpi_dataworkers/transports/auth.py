@@ -16,12 +16,12 @@ import contextlib
 import hashlib
 import hmac
 import os
-import resource
 import secrets
 import socket
 import time
 
 from hetstream.base.limits import Places
+from hetstream.base.posix import resource
 from hetstream.base.unix_sockets import peer_of
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.wire.codec import Buffer

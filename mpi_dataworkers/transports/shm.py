@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import logging
 import math
 import mmap
@@ -33,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.limits import available_bytes
+from hetstream.base.posix import fcntl
 from hetstream.base.process import generation
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHandshake, accept_peer, is_own_user

@@ -26,7 +26,7 @@ from benchmarks.rap_kernels import Work, counts_of, samples, with_shares
 from benchmarks.rap_predict import Whole, expected_s, graphs, held_out, plans
 from benchmarks.rap_timing import kernel_of
 from benchmarks.running import ROOT
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, FirstX, Ngram, Operator
 
 

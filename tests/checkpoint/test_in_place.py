@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.ao.quantization import PerChannelMinMaxObserver
 
-from hetstream import DirectoryNotWritable, FlashCheckpointer, OptionsError, StateMismatch, UnsupportedState
+from hetstream import FlashCheckpointer
+from hetstream.errors import DirectoryNotWritable, OptionsError, StateMismatch, UnsupportedState
 
 Make = Callable[..., FlashCheckpointer]
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from hetstream import CheckpointReader, FlashCheckpointer, OptionsError, UnsupportedState
+from hetstream import CheckpointReader, FlashCheckpointer
 from hetstream.checkpoint.flash import saving
 from hetstream.checkpoint.record import tree
+from hetstream.errors import OptionsError, UnsupportedState
 from hetstream.slurm_plugin.cli import main
 
 Make = Callable[..., FlashCheckpointer]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from random_features import as_bytes, random_batch, random_graph
 
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.chains import groups_of

@@ -358,7 +358,7 @@ def test_jagged_features_come_together_as_torchrec_has_them() -> None:
 
 def test_without_torchrec_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchrec.sparse.jagged_tensor", None)
-    from hetstream import FeatureError
+    from hetstream.errors import FeatureError
 
     with pytest.raises(FeatureError, match="pip install torchrec"):
         JaggedBatch(("a",), torch.zeros(1), torch.ones(1, dtype=torch.int64)).to_torchrec()

@@ -14,8 +14,9 @@ import pytest
 import torch
 from random_features import as_bytes
 
-from hetstream import DataLoader, FeatureError
+from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops

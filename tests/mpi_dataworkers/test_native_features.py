@@ -17,7 +17,8 @@ import pytest
 import torch
 from random_features import as_bytes, random_batch, random_graph
 
-from hetstream import DataLoader, FeatureError
+from hetstream import DataLoader
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features import transform as transform_module

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from hetstream import FeatureError, SourceError
+from hetstream.errors import FeatureError, SourceError
 from hetstream.mpi_dataworkers.features.batches import Jagged
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
 from hetstream.mpi_dataworkers.features.operators import FirstX

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset
 
-from hetstream import DataLoader, FeatureError, SourceError
+from hetstream import DataLoader
+from hetstream.errors import FeatureError, SourceError
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable, collate_rows
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 from hetstream.mpi_dataworkers.sources.images import ImageFolder

@@ -12,7 +12,7 @@ import pytest
 import torch
 from offline_compile import compile_offline
 
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.capacity import (
     GpuProbing,
     HostClock,

@@ -14,7 +14,7 @@ from interpreted import interpreted_launch, same
 
 from benchmarks.rap_cases import batch_of
 from benchmarks.rap_plans import PlanSize, make_plan
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import LEAST_SEEN, MOST_SIZES, Act, decide_step, padded

@@ -15,7 +15,8 @@ from interpreted import interpreted_launch, same
 
 from benchmarks.rap_cases import batch_of
 from benchmarks.rap_plans import PlanSize, make_plan
-from hetstream import DataLoader, FeatureError
+from hetstream import DataLoader
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart

@@ -24,7 +24,7 @@ from random_features import as_input, random_chain, random_rows
 
 from benchmarks.rap_cases import batch_of
 from benchmarks.rap_plans import PLANS, make_plan
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable, Reader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged

@@ -12,7 +12,7 @@ from random_features import as_bytes, random_batch, random_graph
 
 from benchmarks.rap_cases import batch_of, layers, problem_of
 from benchmarks.rap_plans import PLANS, make_plan
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense

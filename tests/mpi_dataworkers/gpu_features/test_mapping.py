@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.rap_cases import layers
 from benchmarks.rap_map import model_of
 from benchmarks.rap_map_bound import least_exposed_s as least_of_any
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.launches import (
     Cluster,
     Mapping,

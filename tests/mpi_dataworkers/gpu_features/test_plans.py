@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.rap_cases import batch_of
 from benchmarks.rap_plans import KAGGLE_IDS, PLANS, TERABYTE_IDS, PlanSize, make_plan
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import from_json, to_json
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, FillNull, Ngram

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.rap_cases import layers, problem_of, random_plan
 from benchmarks.rap_highs import solve
 from benchmarks.rap_plans import make_plan
-from hetstream import FeatureError
+from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
 from hetstream.mpi_dataworkers.gpu_features.schedule import (
     Kernel,

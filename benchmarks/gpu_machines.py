@@ -199,7 +199,7 @@ class _Programs:
 
     @contextlib.contextmanager
     def _coordinated(self, gpu: str) -> Iterator[subprocess.Popen[bytes]]:
-        argv = [sys.executable, "-m", "hetstream", "gpu", "coordinator", "--own-jobs"]
+        argv = [sys.executable, "-m", "hetstream", "internal", "coordinator", "--own-jobs"]
         argv += ["--gpu", gpu, "--socket", str(self.socket)]
         with subprocess.Popen(argv, stderr=subprocess.PIPE, preexec_fn=_ends_with_this()) as process:
             assert process.stderr is not None

@@ -81,7 +81,7 @@ def _measure(
         address = TcpAddress("root", "127.0.0.1", free.getsockname()[1])
     environ = environ | {"HETSTREAM_DAEMON": str(address), "PYTHONPATH": str(ROOT)}
     settings = SiteSettings(address, Path(environ["HETSTREAM_MUNGE_SOCKET"]))
-    argv = [HETSTREAM, "daemon", "--allocate", "--pool", "cpu", "--state-dir", str(directory / "state")]
+    argv = [HETSTREAM, "site", "daemon", "--allocate", "--pool", "cpu", "--state-dir", str(directory / "state")]
     with background(argv, environ, directory / "daemon.log") as daemon:
         wait(lambda: (directory / "daemon.log").read_text().count("listen"), "the daemon", _DEADLINE_S)
         request = json.dumps({"jobs": list(jobs), "waiting": list(waiting)})

@@ -126,9 +126,9 @@ class Soak:
         address = self.folder / "address"
         work = ["--work-dir", f"{self.folder}/work", "--address-file", str(address)]
         words = {
-            "dispatcher": ["dispatcher", "--bind", "tcp://127.0.0.1:0", *work],
+            "dispatcher": ["internal", "dispatcher", "--bind", "tcp://127.0.0.1:0", *work],
             "trainer": [str(self.folder), f"file:{address}", str(self.batches // EPOCHS), str(EPOCHS)],
-        }.get(name, ["worker", "--service", f"file:{address}", "--processes", "1"])
+        }.get(name, ["internal", "worker", "--service", f"file:{address}", "--processes", "1"])
         program = ["-m", "benchmarks.clients.soak"] if name == "trainer" else ["-m", "hetstream.slurm_plugin.cli"]
         with (self.folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, *program, *words]

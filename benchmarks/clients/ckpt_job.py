@@ -222,7 +222,7 @@ class CheckpointJob:
     def writers(self) -> list[int]:
         """Process ids of the job's checkpoint writers."""
         steps = {pid: argv for pid, argv in self.processes().items() if argv[0] != "srun"}
-        return [pid for pid, argv in steps.items() if ("ckpt", "writer") in pairwise(argv)]
+        return [pid for pid, argv in steps.items() if ("internal", "writer") in pairwise(argv)]
 
     def processes(self) -> dict[int, list[str]]:
         """Everything that runs in the job, by process id: its command line."""

@@ -97,7 +97,7 @@ class ElasticJob:
         return (len(recent) - 1) / (recent[-1] - recent[0])
 
     def master_pids(self, *actions: str) -> list[int]:
-        """Processes of `hetstream master ACTION`, without their srun."""
+        """Processes of `hetstream internal master ACTION`, without their srun."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:

@@ -1,7 +1,7 @@
 """The site daemon with other times than the usual, for a cluster on which time is compressed.
 
-It is `hetstream daemon --allocate` but for its `Pace`. Its argument is JSON: socket, state_dir, partition, interval_s,
-and the fields of `Pace` and of `MoveCost`.
+It is `hetstream site daemon --allocate` but for its `Pace`. Its argument is JSON: socket, state_dir, partition,
+interval_s, and the fields of `Pace` and of `MoveCost`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""hetstream as a user runs it: `hetstream dispatcher`, `hetstream worker` and the loader, on transport argv[1]."""
+"""hetstream as a user runs it: its dispatcher, its data workers and the loader, on transport argv[1]."""
 
 from __future__ import annotations
 

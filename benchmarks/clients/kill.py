@@ -73,7 +73,7 @@ def watch(case: str, length: int, batches: Iterator[int], kill: Callable[[], Non
 
 
 def is_data_worker(process: int) -> bool:
-    """Whether a process is one that makes batches: a child of `hetstream worker`."""
+    """Whether a process is one that makes batches: a child of `hetstream internal worker`."""
     return b"\0worker\0" in command_line(process)
 
 

@@ -1,4 +1,4 @@
-"""Start and stop hetstream's own commands for a client: one dispatcher, one `hetstream worker` with N processes."""
+"""Start and stop hetstream's own commands for a client: one dispatcher, one data worker with N processes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,27 @@ def running(processes: int, cores: set[int], threads: int = 1) -> Iterator[str]:
         os.sched_setaffinity(0, cores)  # inherited by what is started here
         try:
             dispatcher = stack.enter_context(
-                _command("dispatcher", "--bind", "tcp://127.0.0.1:0", "--work-dir", folder, "--address-file", address)
+                _command(
+                    "internal",
+                    "dispatcher",
+                    "--bind",
+                    "tcp://127.0.0.1:0",
+                    "--work-dir",
+                    folder,
+                    "--address-file",
+                    address,
+                )
             )
             deadline = time.monotonic() + START_DEADLINE_S
             while not address.exists():
                 if dispatcher.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"hetstream dispatcher wrote no {address.name}: exit code {dispatcher.poll()}")
+                    raise RuntimeError(
+                        f"hetstream internal dispatcher wrote no {address.name}: exit code {dispatcher.poll()}"
+                    )
                 time.sleep(0.02)
             if processes:
                 counts = ("--processes", processes, *(("--threads", threads) if threads > 1 else ()))
-                stack.enter_context(_command("worker", "--service", f"file:{address}", *counts))
+                stack.enter_context(_command("internal", "worker", "--service", f"file:{address}", *counts))
         finally:
             os.sched_setaffinity(0, own)
         yield f"file:{address}"

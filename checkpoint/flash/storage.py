@@ -211,6 +211,6 @@ class CheckpointStorage:
             return  # the job's, which goes on with it
         raise NotOnDisk(
             f"{unsaved} is not on disk: {why or 'its checkpoint writer is gone'}. It stays in the memory of this host, "
-            f"{files.path}, as long as the job does. Make room; then write it with hetstream ckpt writer --once, or "
-            "start the program again here"
+            f"{files.path}, as long as the job does. Make room; then write it with hetstream internal writer --once, "
+            "or start the program again here"
         )

@@ -260,7 +260,9 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
     newest = store.generations[0] if store.generations else None
     is_unsaved = newest is not None and (store.persisted is None or newest > store.persisted)
     if is_unsaved and not store.is_orphaned and not discard_unsaved:
-        return f"{newest} is in memory alone; `hetstream ckpt writer --once` writes it, --discard-unsaved gives it up"
+        return (
+            f"{newest} is in memory alone; `hetstream internal writer --once` writes it, --discard-unsaved gives it up"
+        )
     return ""
 
 

@@ -2,7 +2,7 @@
 trainer.
 
     python -m hetstream.checkpoint.persist.writer --store /dev/shm/hetstream-ckpt-... --directory DIR   of one trainer
-    hetstream ckpt writer --job                                                             of all trainers of a job
+    hetstream internal writer --job                                                             of all trainers of a job
     here
 
 What is done with one store is `store_writer.py`'s; here is the process: which stores it serves, what signals mean, and

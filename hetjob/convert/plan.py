@@ -68,7 +68,7 @@ class HetPlan:
     Attributes:
         components: one (companions or checkpoints only) or two.
         changes: what differs and why, in the order of the script.
-        master_options: arguments of `hetstream master start`; None without data workers.
+        master_options: arguments of `hetstream internal master start`; None without data workers.
         writer_options: arguments of `hetstream ckpt start`; None without checkpoints.
         sbatch_options: the options for sbatch's command line: those of the user's that are for the whole job.
         exports: variables that the script gives the job again, because sbatch is called without them.

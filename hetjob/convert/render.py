@@ -61,7 +61,7 @@ def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
         block += [
             "# Start the job master. If it cannot start, the script goes on and the trainer loads its own data.",
             *_start(
-                (*program, "master", "start", *plan.master_options),
+                (*program, "internal", "master", "start", *plan.master_options),
                 "no job master, so no data workers: the trainer loads its own data",
             ),
         ]

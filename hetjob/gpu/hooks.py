@@ -50,7 +50,7 @@ def share_gpu(settings: SharingSettings, launcher: int) -> Agent | None:
             gpu = EmulatedGpu(settings.gpu.removeprefix(PREFIX), settings.host_bytes)
         except (OSError, ValueError) as error:
             raise OptionsError(
-                f"HETSTREAM_GPU={settings.gpu}: {error}. Make one: hetstream gpu emulate FILE"
+                f"HETSTREAM_GPU={settings.gpu}: {error}. Make one: hetstream internal gpu-emulate FILE"
             ) from error
         agent = _agent(settings, gpu, launcher)
         register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary))

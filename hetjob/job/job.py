@@ -512,7 +512,7 @@ def start(
     options += ["--mem=0", "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt"]
     output = job.writers / "step.log"
     place = [f"--jobs-dir={jobs_dir}"] if jobs_dir else []
-    step = client.start_step(options, [*program, "ckpt", "writer", *place], output, in_background=True)
+    step = client.start_step(options, [*program, "internal", "writer", *place], output, in_background=True)
     if why := await_ready(step, lambda: _num_ready(job) >= job.num_nodes, limit_s, "not all were ready"):
         raise WritersNotStarted(f"the checkpoint writers did not start: {why}. See the logs in {job.writers}")
     return with_job({JOB_WRITER: "1"}, environ)

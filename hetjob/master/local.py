@@ -68,14 +68,29 @@ class LocalConfig:
 
     def dispatcher_words(self, directory: Path) -> list[str]:
         """The dispatcher's command."""
-        arguments = ["dispatcher", "--bind", "tcp://127.0.0.1:0", "--work-dir", str(directory / "dispatcher")]
+        arguments = [
+            "internal",
+            "dispatcher",
+            "--bind",
+            "tcp://127.0.0.1:0",
+            "--work-dir",
+            str(directory / "dispatcher"),
+        ]
         return [*self.program, *arguments, "--address-file", str(directory / "address")]
 
     def data_worker_words(self, directory: Path) -> list[str]:
         """A data worker's command."""
         service = f"file:{directory / 'address'}"
         threads = ["--threads", str(self.worker_threads)] if self.worker_threads > 1 else []
-        arguments = ["worker", "--follow-program", "--service", service, "--processes", str(self.worker_processes)]
+        arguments = [
+            "internal",
+            "worker",
+            "--follow-program",
+            "--service",
+            service,
+            "--processes",
+            str(self.worker_processes),
+        ]
         return [*self.program, *arguments, *threads]
 
 
@@ -157,7 +172,7 @@ def _await_dispatcher(service: Service, directory: Path) -> int | None:
             said = (directory / "dispatcher.log").read_text(errors="replace").strip()[-2000:]
             raise MasterError(
                 f"the dispatcher was not ready within {_READY_LIMIT_S:g} s. It said: {said or 'nothing'}. "
-                "Run it by hand: hetstream dispatcher --help"
+                "Run it by hand: hetstream internal dispatcher --help"
             )
     return None
 

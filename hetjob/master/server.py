@@ -1,7 +1,7 @@
 """The job master's I/O: start it from the batch script, serve until the job ends, leave nothing behind.
 
-Called by `hetstream master start` (in the batch script) and `hetstream master serve` (in a job step of its own, where
-`server.py` starts it).
+Called by `hetstream internal master`: by its `start` in the batch script, and by its `serve` in a job step of its own,
+where `server.py` starts it.
 Slurm kills what a batch script leaves running without a warning, but gives steps SIGTERM and `KillWait` seconds: in a
 step the master has the time to end the data workers, keep the summary and remove the keys.
 `state.py` decides, `children.py` carries it out.
@@ -205,7 +205,7 @@ class MasterConfig:
                 return typed_json.decode(directory.read(path.name, _MOST_SPEC_BYTES), cls)
         except (OSError, msgspec.MsgspecError) as error:
             raise MasterError(
-                f"{path}: {error}. `hetstream master start` writes this file, in the job that it belongs to"
+                f"{path}: {error}. `hetstream internal master start` writes this file, in the job that it belongs to"
             ) from error
 
     def job(self, environ: Mapping[str, str]) -> JobEnvironment:
@@ -269,7 +269,7 @@ def start(
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
     step = client.start_step(
-        options, [*config.program, "master", "keep", str(job.spec_file)], job.master_log, in_background=True
+        options, [*config.program, "internal", "master", "keep", str(job.spec_file)], job.master_log, in_background=True
     )
     if why := await_ready(step, job.address_file.exists, limit_s, "no dispatcher"):
         raise MasterError(f"the job master did not start: {why}. See {job.master_log}")
@@ -474,7 +474,14 @@ class SlurmLauncher:
         When this process is killed, so is the dispatcher: in order it would end the service, and data workers with it,
         that the job master's next start goes on with.
         """
-        arguments = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(self._job.work_dir)]
+        arguments = [
+            "internal",
+            "dispatcher",
+            "--bind",
+            f"tcp://{self._address}:0",
+            "--work-dir",
+            str(self._job.work_dir),
+        ]
         arguments += ["--address-file", str(self._job.address_file)]
         argv = [*self._config.program, *arguments]
         return start_child(argv, log=self.log_of(DISPATCHER), death_signal=signal.SIGKILL, is_told_twice=True)
@@ -519,7 +526,11 @@ class SlurmLauncher:
 
     def _worker(self) -> list[str]:
         given = self._config.data_worker_program
-        start = [*given, "worker"] if given else [*self._config.program, "worker", "--follow-program"]
+        start = (
+            [*given, "internal", "worker"]
+            if given
+            else [*self._config.program, "internal", "worker", "--follow-program"]
+        )
         return [*start, "--service", f"file:{self._job.address_file}"]
 
 

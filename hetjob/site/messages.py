@@ -21,7 +21,8 @@ from hetstream.hetjob.measured import Measured
 
 # What nodes tell the site daemon of their shared GPUs, and what it tells the packer: parts of messages. Pure.
 #
-# Sent by `hetstream gpu report` and read by `hetstream packer`; `messages.py` has them in its protocol since version 3.
+# Sent by `hetstream internal gpu-report` and read by `hetstream gpu pack`; `messages.py` has them in its protocol
+# since version 3.
 
 # More GPUs has no node, and more processes no GPU, that is shared sensibly.
 MAX_GPUS = 64
@@ -105,7 +106,7 @@ class GpuNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class ReportGpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report_gpus"):
-    """The shared GPUs of a node; from root, the daemon's user, or one of `hetstream daemon --gpu-reporters`.
+    """The shared GPUs of a node; from root, the daemon's user, or one of `hetstream site daemon --gpu-reporters`.
 
     Attributes:
         node: by Slurm's name.

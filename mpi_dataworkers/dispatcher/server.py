@@ -1,6 +1,6 @@
 """The dispatcher's loop: take a burst of messages, decide, commit, send, report. All decisions are in `state.py`.
 
-Called by `hetstream dispatcher`. It never sees a sample, and never unpickles what it stores for data workers.
+Called by `hetstream internal dispatcher`. It never sees a sample, and never unpickles what it stores for data workers.
 """
 
 from __future__ import annotations

@@ -427,8 +427,8 @@ class LoaderOptions:
         batch_stage: picklable function of a batch, called after `collate_fn` with each one where it is made, in data
             workers or here; what it returns is the batch. Random generators are seeded before it from (seed, epoch,
             step). `set_batch_stage` changes it between two steps.
-        gpu_stage: the same, after `batch_stage`, on data workers with a GPU each (`hetstream worker --device gpu`);
-            they get batches from those without. What it returns is in host memory.
+        gpu_stage: the same, after `batch_stage`, on data workers with a GPU each (`hetstream internal worker --device
+            gpu`); they get batches from those without. What it returns is in host memory.
         features: a `FeatureGraph`, which data workers compute on each batch, or with a CUDA `device` the trainer's GPU;
             or a `CutGraph`, whose second part the trainer computes, on the device; or `HybridFeatures`, whose cut
             follows what steps take. Without that GPU, Triton or GPU memory data workers compute all of it, and the log

@@ -523,7 +523,7 @@ _MOST_BYTES_TO_COMPARE = 1 << 20
 
 @dataclass(frozen=True)
 class Analysis:
-    """What is known of a forward; `partition` decides with it, and `hetstream explain` prints it.
+    """What is known of a forward; `partition` decides with it, and `hetstream run --explain` prints it.
 
     Attributes:
         traced: torch.compile's graph.
@@ -808,7 +808,7 @@ def _costs(
     return costs
 
 
-# What was found out about a forward, as a file: written where the program runs, read by `hetstream explain`. Pure.
+# What was found out about a forward, as a file: written where the program runs, read by `run --explain`. Pure.
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leave
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
 HETSTREAM_IN_PROCESS_LOADERS  1: the start-up hook streams loaders with num_workers=0, too (default: not)
-HETSTREAM_EXPLAIN        of `hetstream explain`: where to write what was found of a forward; the program then ends
+HETSTREAM_EXPLAIN        of `hetstream run --explain`: where to write what was found of a forward; the program then ends
 HETSTREAM_HOOK           1 while the start-up hook is active
 *_OF_JOB                 of a variable that a script has exported: the job that it is for, see `base/process.py`
 HETSTREAM_FAULT          for tests: where a process is to die, see `faults.py`
@@ -151,7 +151,7 @@ def streams_in_process_loaders(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def explain_file_from_environment(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where `hetstream explain` wants what was found of a forward; None in other runs."""
+    """Where `hetstream run --explain` wants what was found of a forward; None in other runs."""
     return Path(environ["HETSTREAM_EXPLAIN"]) if environ.get("HETSTREAM_EXPLAIN") else None
 
 

@@ -1,8 +1,8 @@
 """The processes of one data worker: one for each CPU, forked here, watched, replaced when they die or hang.
 
-Called by `hetstream worker`. Each child runs a `worker.DataWorker` and ends when the dispatcher says so. A child that
-is at one sample for longer than the loader's `sample_timeout_s` has its stack taken and is killed. What became of a
-child goes to the dispatcher with its replacement's registration.
+Called by `hetstream internal worker`. Each child runs a `worker.DataWorker` and ends when the dispatcher says so. A
+child that is at one sample for longer than the loader's `sample_timeout_s` has its stack taken and is killed. What
+became of a child goes to the dispatcher with its replacement's registration.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ class _Supervisor:
         except ServiceEnded as ended:
             _log.info("%s", ended)
         except HetstreamError as error:
-            sys.stderr.write(f"hetstream worker: {error}\n")
+            sys.stderr.write(f"hetstream internal worker: {error}\n")
             return 1
         except Exception:  # noqa: BLE001, the process's boundary: say it, and let the parent see the code
             traceback.print_exc()

@@ -229,7 +229,7 @@ def _registration(start: WorkerStart, device: Device) -> RegisterWorker:
     )
 
 
-# A data worker that a launcher started as a rank of an MPI world. Called by `hetstream worker --mpi`.
+# A data worker that a launcher started as a rank of an MPI world. Called by `hetstream internal worker --mpi`.
 #
 # One process: what has called MPI_Init must not fork. When it dies, the launcher ends the whole step; so when it only
 # cannot work, it stays until the trainers have ended, and they load their own data.
@@ -253,7 +253,8 @@ def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int =
 
     if is_alone():
         raise ServiceError(
-            f"hetstream worker --mpi: this data worker is alone in its MPI world, so no trainer is in it. {ONE_LAUNCH}"
+            f"hetstream internal worker --mpi: this data worker is alone in its MPI world, so no trainer is in it. "
+            f"{ONE_LAUNCH}"
         )
 
     trainers = _Trainers()
@@ -270,7 +271,7 @@ def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int =
     except ServiceEnded as ended:
         _log.info("%s", ended)
     except HetstreamError as error:
-        sys.stderr.write(f"hetstream worker: {error}\n")
+        sys.stderr.write(f"hetstream internal worker: {error}\n")
         code = 1
     except Exception:  # noqa: BLE001, the process's boundary: say it, but do not end the step
         traceback.print_exc()

@@ -15,29 +15,28 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 import hetstream
 from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.text import PrintableFormatter, printable, shortened
-from hetstream.slurm_plugin.cli.commands import add_command
+from hetstream.slurm_plugin.cli.commands import ACTIONS, add_command
 
-# What `hetstream` alone prints, in groups. A verb without a group is called by other parts of hetstream, or by hand.
+# What `hetstream` alone prints, in groups.
 GROUPS = {
     "your job": {
         "run": "run a program with local data workers, without Slurm",
         "sbatch": "submit an sbatch script as a heterogeneous job",
         "convert": "print the heterogeneous script that an sbatch script becomes",
-        "explain": "show what of a model's forward could move to data workers",
         "top": "show what the data workers and loaders of a running job do",
         "events": "print what happened in a job, with its causes",
         "logs": "print the logs of a job: master, data workers, checkpoint writers",
         "summary": "print what a job did that has ended",
+        "clean": "remove what old jobs have left in .hetstream",
         "ckpt": "list, check, convert and clean up checkpoints",
         "migrate": "move a running training job to other nodes, without a step lost",
-        "clean": "remove what old jobs have left in .hetstream",
     },
     "the cluster": {
         "why": "say what a pending job waits for, and what would let it start",
@@ -46,28 +45,29 @@ GROUPS = {
         "util": "show how much of the cluster was allocated, and was of use",
         "advise": "list jobs that would gain from data workers",
         "report": "draw the cluster's state and history as one HTML page",
-        "opp": "show opportunistic jobs, and why they wait",
     },
     "for the admin": {
         "doctor": "find problems in the cluster's configuration, with the fix",
-        "install": "place Lua plugins, systemd units, man pages and completion",
-        "uninstall": "take away what install placed",
-        "daemon": "run the site daemon: keep history, divide data workers",
-        "policy": "show, set and explain how data workers are divided among jobs",
-        "packer": "place opportunistic jobs onto GPUs in use",
+        "site": "install hetstream for all users; run and steer the site daemon",
         "gpu": "share GPUs among a guaranteed job and opportunistic ones",
         "simulate": "say what another policy would have done to the cluster",
         "exporter": "serve figures to Prometheus, with a dashboard for Grafana",
         "serve": "show the page of `report` live",
     },
-    "": {
-        "dispatcher": "run the dispatcher of a job by hand",
-        "worker": "run data workers by hand",
-        "master": "run the job master (called by converted scripts)",
-        "filter": "plan the conversion of an sbatch (called by the cli_filter plugin)",
-    },
 }
 VERBS = {verb: summary for group in GROUPS.values() for verb, summary in group.items()}
+# Not in the list: nobody needs it who uses or runs hetstream.
+INTERNAL = "internal"
+# Words that one may look for, with what does it.
+_ELSEWHERE = {
+    "explain": "run --explain",
+    "status": "job",
+    "opp": "gpu jobs",
+    "packer": "gpu pack",
+    "coordinator": "internal coordinator",
+    **{word: f"site {word}" for word in ("daemon", "policy", "install", "uninstall")},
+    **{word: f"internal {word}" for word in ("dispatcher", "worker", "master", "filter", "writer")},
+}
 # What a write says that finds no room; it names no file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -79,10 +79,10 @@ def build_parser(only: str | None = None, action: str | None = None) -> argparse
     parser.add_argument("--version", action="version", version=f"hetstream {hetstream.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="debug log lines and tracebacks on stderr")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
-    for verb, summary in VERBS.items():
+    for verb, summary in {**VERBS, INTERNAL: ""}.items():
         if only in (None, verb):
             add_command(subparsers, verb, summary, verb, action)
-        else:
+        elif summary:
             subparsers.add_parser(verb, help=summary)
     return parser
 
@@ -94,8 +94,7 @@ class _Parser(argparse.ArgumentParser):
         """What `--help` prints."""
         lines = ["usage: hetstream [-h] [--version] [-v] VERB ...", "", self.description or ""]
         for group, verbs in GROUPS.items():
-            if group:
-                lines += ["", f"{group}:", *(f"  {verb:<10} {summary}" for verb, summary in verbs.items())]
+            lines += ["", f"{group}:", *(f"  {verb:<10} {summary}" for verb, summary in verbs.items())]
         lines += [
             "",
             "Options of a verb: hetstream VERB --help. -v shows debug lines and tracebacks.",
@@ -110,12 +109,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print(build_parser("").format_help(), end="")
         return 0
-    if verb is not None and verb not in VERBS:
-        near = ", ".join(get_close_matches(verb, VERBS, n=3))
-        advice = f"Did you mean {near}?" if near else "See: hetstream --help"
-        print(f"hetstream: {printable(shortened(verb, 40))} is no verb. {advice}", file=sys.stderr)
-        return 2
-    return call(f"hetstream {verb}", build_parser(verb or "", action).parse_args(arguments))
+    if verb is not None and verb not in VERBS and verb != INTERNAL:
+        return _refuse("hetstream", "verb", verb, VERBS, _ELSEWHERE)
+    actions = ACTIONS[verb][1] if verb in ACTIONS else {}
+    if action is None or action not in actions:
+        # A word that no action can have may be the value of an option; argparse then says what is wrong.
+        if action is not None and actions and arguments[arguments.index(verb) + 1] == action:
+            return _refuse(f"hetstream {verb}", "action", action, actions, {})
+        action = None
+    name = f"hetstream {verb}" if action is None else f"hetstream {verb} {action}"
+    return call(name, build_parser(verb or "", action).parse_args(arguments))
+
+
+def _refuse(command: str, kind: str, word: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> int:
+    """Say what a user may have meant by a word that is no verb or action."""
+    meant = [elsewhere[word]] if word in elsewhere else get_close_matches(word, known, n=3)
+    advice = f"Did you mean {', '.join(meant)}?" if meant else f"See: {command} --help"
+    print(f"{command}: {printable(shortened(word, 40))} is no {kind}. {advice}", file=sys.stderr)
+    return 2
 
 
 def call(name: str, args: argparse.Namespace) -> int:

@@ -50,28 +50,9 @@ from hetstream.hetjob.job.job import (
     setting,
     start,
 )
-from hetstream.slurm_plugin.cli.commands import add_modules
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, table
 from hetstream.slurm_plugin.submit.program import own_program
-
-# In the order of the help text.
-_ACTIONS = {
-    "ls": "list checkpoints on disk, and what this host's memory holds",
-    "verify": "read checkpoints and compare their checksums",
-    "gc": "remove what dead jobs left in memory, and unfinished checkpoints",
-    "convert": "turn checkpoints into other formats, and others into checkpoints",
-    "writer": "write a job's generations from memory to disk until the job ends",
-    "start": "start the checkpoint writers of this job (for batch scripts)",
-}
-
-
-def add_ckpt_arguments(parser: argparse.ArgumentParser, only: str | None) -> None:
-    """Declare the verb with its actions, of which one may be called."""
-    parser.description = "Flash checkpoints: list, check, clean up, and write them to disk."
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add_modules(actions, _ACTIONS, {action: f"ckpt_{action}" for action in _ACTIONS}, only)
-
 
 # `hetstream ckpt ls`: checkpoints on disk, and what this host's memory holds.
 
@@ -436,7 +417,7 @@ def run_ckpt_start(args: argparse.Namespace) -> int:
     return 0
 
 
-# `hetstream ckpt writer`: write the generations of a job's trainers on this host to disk, until the job ends.
+# `hetstream internal writer`: write the generations of a job's trainers on this host to disk, until the job ends.
 
 log = logging.getLogger(__name__)
 
@@ -447,7 +428,7 @@ In a batch script, start one on each node, in a step of its own that outlives th
 
 This waits until all checkpoint writers are ready. With Slurm before 23.11 these two lines start them without waiting:
 
-  srun --overlap --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --mem=0 --gres=none hetstream ckpt writer &
+  srun --overlap --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --mem=0 --gres=none hetstream internal writer &
   export HETSTREAM_CKPT_WRITER=1
 
 Slurm ends a step with SIGTERM. A checkpoint writer then asks the trainers to save and to end, and writes the newest
@@ -477,7 +458,7 @@ def run_ckpt_writer(args: argparse.Namespace) -> int:
         raise UsageError("--dry-run works only with --once. What is in memory and on disk: hetstream ckpt ls")
     if "SLURM_JOB_ID" not in os.environ:
         raise UsageError(
-            "a job's checkpoint writer is a step of that job. What dead trainers left: hetstream ckpt writer --once"
+            "a job's checkpoint writer is a step of that job. What dead trainers left: hetstream internal writer --once"
         )
     # Of a writer that the script starts by itself, each node finds the same place: the file system is shared.
     jobs_dir, _ = choose(args.jobs_dir, Path(os.environ.get("SLURM_SUBMIT_DIR", "")))

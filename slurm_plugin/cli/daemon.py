@@ -1,4 +1,4 @@
-"""`hetstream daemon` (`hetstreamd`): read the cluster, keep its history, divide data workers among jobs."""
+"""`hetstream site daemon` (`hetstreamd`): read the cluster, keep its history, divide data workers among jobs."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
 DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))
 EPILOG = f"""\
 Without --allocate it only observes. With --allocate it tells each job with #HETSTREAM directives how many data workers
-the job may have: between the minimum and the maximum that the job asks for, by the policy of `hetstream policy set`. At
-first that is weighted max-min fairness over CPUs; the weight of a job is its number of GPUs. The jobs themselves, as
+the job may have: between the minimum and the maximum that the job asks for, by the policy of `hetstream site policy`.
+At first that is weighted max-min fairness over CPUs; the weight of a job is its number of GPUs. The jobs themselves, as
 their own users, start and end data workers. The daemon changes nothing in Slurm, and needs no rights.
 
-Jobs and `hetstream daemon status` find it by {ADDRESS_VARIABLE} in the environment or in {SITE_FILE}:
+Jobs and `hetstream site status` find it by {ADDRESS_VARIABLE} in the environment or in {SITE_FILE}:
   unix:/run/hetstream/daemon.sock       for jobs on this host alone; the kernel says who asks (the default)
   tcp://USER@HOST:PORT                  for jobs on any host; MUNGE says who asks. USER runs the daemon
 A job without a daemon, or whose daemon does not answer, runs as if there were none.
 
 examples:
-  hetstream daemon --dry-run
-  hetstream daemon --allocate --pool cpu --address tcp://slurm@controller:9420
-  hetstream daemon status --json
+  hetstream site daemon --dry-run
+  hetstream site daemon --allocate --pool cpu --address tcp://slurm@controller:9420
+  hetstream site status --json
 
 exit codes:
   0  ended by SIGTERM or SIGINT; --dry-run and status: done
@@ -65,7 +65,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool", metavar="PARTITIONS", help="whose CPUs are divided, with commas (default: those without GPUs)"
     )
-    add_address(parser, None)
+    add_address(parser)
     parser.add_argument(
         "--state-dir", metavar="DIR", type=Path, default=DEFAULT_STATE_DIR, help="what it keeps (default %(default)s)"
     )
@@ -82,18 +82,19 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what it would do now, and end")
     add_output_arguments(parser)
     parser.set_defaults(run=run)
-    actions = parser.add_subparsers(dest="action", metavar="status")
-    status = actions.add_parser(
-        "status", help="ask the running daemon what it knows", description="Ask the running daemon what it knows."
-    )
-    add_address(status, argparse.SUPPRESS)
-    add_output_arguments(status)
-    status.set_defaults(run=show)
 
 
-def add_address(parser: argparse.ArgumentParser, default: str | None) -> None:
+def add_daemon_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the action."""
+    parser.description = "Ask the running site daemon what it knows."
+    add_address(parser)
+    add_output_arguments(parser)
+    parser.set_defaults(run=show)
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
     """Declare where the daemon is."""
-    parser.add_argument("--address", metavar="ADDRESS", default=default, help=f"instead of {ADDRESS_VARIABLE}")
+    parser.add_argument("--address", metavar="ADDRESS", help=f"instead of {ADDRESS_VARIABLE}")
 
 
 def settings_of(args: argparse.Namespace) -> SiteSettings:
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         emit(args, planned(options))
         return 0
     if args.json or args.csv:
-        raise UsageError("--json and --csv are for --dry-run and status")
+        raise UsageError("--json and --csv are for --dry-run")
 
     async def serve(store: Store) -> None:
         await Daemon(options, CommandSlurm(), store).run()
@@ -237,10 +238,10 @@ def _jobs(jobs: Sequence[JobStatus]) -> Section:
 
 
 def main() -> int:
-    """The console script `hetstreamd`: `hetstream daemon` by another name."""
+    """The console script `hetstreamd`: `hetstream site daemon` by another name."""
     from hetstream.slurm_plugin.cli import main as hetstream
 
-    return hetstream(["daemon", *sys.argv[1:]])
+    return hetstream(["site", "daemon", *sys.argv[1:]])
 
 
 def _percent(share: float | None) -> str:

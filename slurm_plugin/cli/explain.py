@@ -1,9 +1,10 @@
-"""`hetstream explain`: what of a program's forward could move to data workers, and why not more."""
+"""`hetstream run --explain`: what of a program's forward could move to data workers, and why not more."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,47 +17,25 @@ from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.partitioner.analysis import Findings
 from hetstream.mpi_dataworkers.partitioner.cut import Decision
 from hetstream.mpi_dataworkers.partitioner.program import Kind
-from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit
-from hetstream.slurm_plugin.render.tables import Column, Report, Section
-
-EPILOG = f"""\
-The program trains for three steps, in which its forward is captured and measured, and is then ended. What it prints
-goes to stderr.
-
-examples:
-  hetstream explain train.py --epochs 3
-  hetstream explain --data-workers 8 train.py
-  hetstream explain --json train.py | jq '.operators[] | select(.side == "trainer") | .reason'
-
-{EXIT_CODES}"""
+from hetstream.slurm_plugin.render.tables import Column, Report, Section, as_json, as_table
 
 
-def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb."""
-    parser.description = (
-        "Show which operators of a model's forward could run in data workers, what they cost, and why the others stay."
-    )
-    parser.epilog = EPILOG
-    parser.usage = "%(prog)s [options] [--] train.py [ARGUMENTS]"
-    parser.add_argument(
-        "--data-workers", type=int, default=4, metavar="N", help="decide for so many processes (default %(default)s)"
-    )
-    parser.add_argument("--offload", choices=("auto", "all"), default="auto", help="as of hetstream run (default auto)")
-    add_output_arguments(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the Python script and its arguments")
-    parser.set_defaults(run=run)
+def run_explained(args: argparse.Namespace) -> int:
+    """Run the program for three steps, and report.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Run the program for three steps, and report."""
+    Args:
+        args: of `hetstream run`.
+    """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise UsageError("no program: write hetstream explain train.py")
+        raise UsageError("no program: write hetstream run --explain python train.py")
     if args.data_workers < 1:
         raise UsageError(f"--data-workers={args.data_workers}: at least 1")
-    found = _findings([sys.executable, *command], args.offload)
-    decision = found.decide(args.data_workers, args.offload == "all")
-    emit(args, report_of(found, decision))
+    found = _findings(command, args.offload or "auto")
+    report = report_of(found, found.decide(args.data_workers, args.offload == "all"))
+    print("\n".join(as_table(report, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))))
+    if args.json:
+        args.json.write_text(as_json(report) + "\n")
     return 0
 
 
@@ -70,8 +49,8 @@ def _findings(command: list[str], offload: str) -> Findings:
         if path.exists():
             return Findings.from_json(path.read_text())
         raise UsageError(
-            f"{command[1]} ended with exit code {done.returncode} before a model had been trained for three steps on "
-            "the batches of a DataLoader, so there is nothing to explain"
+            f"{shlex.join(command)} ended with exit code {done.returncode} before a model had been trained for three "
+            "steps on the batches of a DataLoader, so there is nothing to explain"
         )
 
 
@@ -123,7 +102,7 @@ def report_of(found: Findings, decision: Decision) -> Report:
             f"{len(decision.moved)} of {len(rows)} operators move; {decision.bytes_added:+,} bytes for each batch"
         )
     lines += [f"{leaf['leaf']}, {leaf['bytes']:,} bytes of the batch" for leaf in summary["leaves"]]
-    return Report({"verb": "explain"}, summary, lines, [Section("operators", columns, rows, empty="no operators")])
+    return Report({"verb": "run"}, summary, lines, [Section("operators", columns, rows, empty="no operators")])
 
 
 def _leaves(found: Findings) -> list[dict[str, Any]]:

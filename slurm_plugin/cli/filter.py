@@ -1,4 +1,4 @@
-"""`hetstream filter`: plan the conversion of an sbatch for the cli_filter plugin (`slurm_plugin/lua/cli_filter.lua`).
+"""`hetstream internal filter`: plan the conversion of an sbatch for the plugin `slurm_plugin/lua/cli_filter.lua`.
 
 It submits nothing. What it prints is the shell command that submits, and then removes the script that was made here;
 any exit code but 0 lets the plain submission go on. The command stands between two lines with the plugin's nonce: other
@@ -32,7 +32,7 @@ NONCE = "HETSTREAM_FILTER_NONCE"
 EXIT_NOTHING_TO_CONVERT = 3
 
 HELP = """\
-usage: hetstream filter DIRECTIVES SCRIPT WORDS OF SBATCH
+usage: hetstream internal filter DIRECTIVES SCRIPT WORDS OF SBATCH
 
 Called by the cli_filter plugin. DIRECTIVES are the site's for scripts that have none (an empty word: none), SCRIPT is
 the file that sbatch has found, and the words are those that it was called with. Prints, between two lines that hold

@@ -17,7 +17,6 @@ from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET, coordinator_uid_of
 from hetstream.hetjob.gpu.emulated_file import resolved
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.slurm_plugin.cli.commands import add_modules
 from hetstream.slurm_plugin.cli.screen import add_screen_arguments, check_interval, show_again
 from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, OwnJobs, guaranteed_processes
 from hetstream.slurm_plugin.coordinator.gpus import Gpu, open_gpu, resume, suspend
@@ -25,36 +24,15 @@ from hetstream.slurm_plugin.coordinator.server import Coordinator
 from hetstream.slurm_plugin.coordinator.table import look
 from hetstream.slurm_plugin.render.gpu_top import render
 
-# In the order of the help text; `resume` is declared with `suspend`.
-_ACTIONS = {
-    "coordinator": "coordinate the jobs on this node's GPUs",
-    "run": "run a training program that shares its GPU",
-    "top": "who is on this node's GPUs, and how they fare",
-    "exporter": "the same for Prometheus",
-    "report": "tell the site daemon of this node's GPUs, for the packer",
-    "suspend": "take a process off its GPU, with its memory: the last resort",
-    "resume": "put a process back that was taken off its GPU",
-    "emulate": "make an emulated GPU, to try all this on a machine without one",
-}
-
-
-def add_gpu_arguments(parser: argparse.ArgumentParser, only: str | None) -> None:
-    """Declare the verb with its actions, of which one may be called."""
-    parser.description = "Several jobs on one GPU: a guaranteed one, and opportunistic ones that use what it leaves."
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    modules = {action: f"gpu_{action}" for action in _ACTIONS} | {"resume": "gpu_suspend"}
-    add_modules(actions, _ACTIONS, modules, only)
-
-
-# `hetstream gpu coordinator`: coordinates the jobs on this node's GPUs.
+# `hetstream internal coordinator`: coordinates the jobs on this node's GPUs.
 
 GPU_COORDINATOR_EPILOG = """\
 It runs until SIGTERM or Ctrl-C, as an ordinary user: it ends no job and changes no GPU. When it ends, opportunistic
 jobs pause until it is back, and guaranteed ones go on as if alone.
 
 examples:
-  hetstream gpu coordinator --grants /run/hetstream-jobs/grants --gpu GPU-1a2b=150000000000
-  hetstream gpu coordinator --own-jobs --socket ./gpu.sock --gpu emulation:./gpu0     to try it
+  hetstream internal coordinator --grants /run/hetstream-jobs/grants --gpu GPU-1a2b=150000000000
+  hetstream internal coordinator --own-jobs --socket ./gpu.sock --gpu emulation:./gpu0     to try it
 
 exit codes:
   0  it was stopped

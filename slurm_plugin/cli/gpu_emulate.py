@@ -1,4 +1,4 @@
-"""`hetstream gpu emulate`: an emulated GPU."""
+"""`hetstream internal gpu-emulate`: an emulated GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hetstream gpu report` tells the site daemon of this node's shared GPUs, `hetstream gpu exporter` Prometheus."""
+"""`hetstream internal gpu-report` tells the site daemon of this node's shared GPUs, `gpu exporter` Prometheus."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hetstream.slurm_plugin.coordinator.table import GpuWatch, look, parse_numbe
 EPILOG = """\
 It asks the coordinator each second, and tells the site daemon every 5 s how much of each GPU is in use, how much memory
 the guaranteed job leaves, and who does not keep to his orders. Run it as the coordinator's user on each node, and name
-that user in `hetstream daemon --gpu-reporters`. It changes nothing; without it nobody is placed on this node.
+that user in `hetstream site daemon --gpu-reporters`. It changes nothing; without it nobody is placed on this node.
 
 examples:
-  hetstream gpu report
-  hetstream gpu report --gpus "0=GPU-1a2b 1=GPU-3c4d" --node g3
+  hetstream internal gpu-report
+  hetstream internal gpu-report --gpus "0=GPU-1a2b 1=GPU-3c4d" --node g3
 
 exit codes:
   0  it was stopped; --once: told
@@ -50,7 +50,7 @@ def add_gpu_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", metavar="LIST", help="numbers and names of GPUs (default: HETSTREAM_GPUS, else the NVIDIA driver's)"
     )
-    add_address(parser, None)
+    add_address(parser)
     parser.add_argument("--once", action="store_true", help="tell once, and end")
     parser.set_defaults(run=run)
 

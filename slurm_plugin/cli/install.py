@@ -1,4 +1,4 @@
-"""`hetstream install`: place the Lua plugins, systemd units, man pages and completion."""
+"""`hetstream site install`: place the Lua plugins, systemd units, man pages and completion."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ What hetstream did not place, or somebody changed since, stays as it is. slurm.c
 the plugins need.
 
 examples:
-  hetstream install --prefix /usr/local --dry-run
-  hetstream install --prefix /usr/local --slurm-dir /etc/slurm
-  hetstream uninstall --prefix /usr/local
+  hetstream site install --prefix /usr/local --dry-run
+  hetstream site install --prefix /usr/local --slurm-dir /etc/slurm
+  hetstream site uninstall --prefix /usr/local
 """
 _SLURM_CONF = {"cli_filter.lua": "CliFilterPlugins=lua", "job_submit.lua": "JobSubmitPlugins=lua"}
 
@@ -248,13 +248,13 @@ def _own_help(verb: str) -> str:
     return out.getvalue()
 
 
-# `hetstream uninstall`: take away what `hetstream install` placed, and put back what it moved.
+# `hetstream site uninstall`: take away what `hetstream site install` placed, and put back what it moved.
 
 
 def add_uninstall_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = (
-        "Take away what hetstream install placed. A site's own Lua files are byte for byte what they were; "
+        "Take away what hetstream site install placed. A site's own Lua files are byte for byte what they were; "
         "files that were changed since they were placed stay. Refused as long as slurm.conf asks for a hook that would "
         "be gone: without it every sbatch and srun would fail."
     )

@@ -1,4 +1,4 @@
-"""`hetstream master start|keep|serve`: the job master of a converted script. Users do not call it; scripts do."""
+"""`hetstream internal master start|keep|serve`: the job master of a converted script. Called by scripts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _start(args: argparse.Namespace) -> int:
         )
         variables = start(_config(args), CommandSlurm(), os.environ, hook_environment)
     except HetstreamError as error:
-        logging.getLogger(__name__).debug("hetstream master start failed", exc_info=True)
+        logging.getLogger(__name__).debug("hetstream internal master start failed", exc_info=True)
         print(f"hetstream: {error}", file=sys.stderr)
         return 1
     sys.stdout.write(export_lines(variables))
@@ -133,7 +133,7 @@ def _keep(args: argparse.Namespace) -> int:
         os.dup2(log, descriptor)
     os.close(log)
     client, job = CommandSlurm(), config.job(os.environ)
-    return keep([*config.program, "master", "serve", str(args.spec)], lambda: client.is_running(job.job_id))
+    return keep([*config.program, "internal", "master", "serve", str(args.spec)], lambda: client.is_running(job.job_id))
 
 
 def _serve(args: argparse.Namespace) -> int:

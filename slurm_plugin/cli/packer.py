@@ -1,4 +1,4 @@
-"""`hetstream packer`: places opportunistic GPU jobs onto GPUs in use, through Slurm."""
+"""`hetstream gpu pack`: places opportunistic GPU jobs onto GPUs in use, through Slurm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.locks import keep_to_owner
 from hetstream.base.text import percent, printable
-from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.cli.daemon import settings_of
 from hetstream.slurm_plugin.cli.install import why_nobody_is_placed
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
@@ -59,19 +58,20 @@ docs/decisions/0014-the-packer-is-an-operator-and-keeps-nothing.md.
 Begin with --observe, which only says what it would do.
 
 examples:
-  hetstream packer --observe
-  hetstream packer --once --dry-run --json
-  hetstream packer --partition opp --interval 10 --quotas /etc/hetstream/quotas.json
+  hetstream gpu pack --observe
+  hetstream gpu pack --once --dry-run --json
+  hetstream gpu pack --partition opp --interval 10 --quotas /etc/hetstream/quotas.json
 
 exit codes:
   0  it was stopped; --once: done
-  1  another packer runs, Slurm could not be read, or gives nobody access to GPUs of others (see hetstream doctor)
+  1  another packer runs, Slurm could not be read, or gives nobody access to GPUs of others (see hetstream doctor);
+     --once: Slurm refused a placement
   2  the command line is wrong
 """
 _log = logging.getLogger(__name__)
 
 
-def add_packer_arguments(parser: argparse.ArgumentParser) -> None:
+def add_gpu_pack_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
     parser.description = "Place opportunistic GPU jobs onto GPUs that other jobs use, again and again."
     parser.epilog = PACKER_EPILOG
@@ -96,19 +96,18 @@ def add_packer_arguments(parser: argparse.ArgumentParser) -> None:
         help="on a file system of all hosts: packers on any of them wait for it, and slurmctld may be elsewhere",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object for each event, on stdout")
-    parser.set_defaults(run=run_packer)
+    parser.set_defaults(run=run_pack)
 
 
-def run_packer(args: argparse.Namespace) -> int:
+def run_pack(args: argparse.Namespace) -> int:
     """Pack until a signal comes."""
     if not 1.0 <= args.interval <= 3600.0:
         raise UsageError(f"--interval={args.interval:g}: must be from 1 to 3600 seconds")
     acting = not (args.observe or args.dry_run)
-    say, is_quiet = say_json if args.json else say_log, True
+    say, kinds = say_json if args.json else say_log, set[str]()
 
     def tell(event: PackingEvent) -> None:
-        nonlocal is_quiet
-        is_quiet = False
+        kinds.add(event.event)
         say(event)
 
     slurm = PackingSlurm()
@@ -131,11 +130,11 @@ def run_packer(args: argparse.Namespace) -> int:
             if acting and (reason := actor.why_wait()):
                 raise HetstreamError(reason)
             packer.step()
-            if is_quiet and not args.json:
+            if not kinds and not args.json:
                 _log.info("nothing is to be done")
-        else:
-            _log.info("mode=%s partitions=%s", "act" if acting else "observe", ",".join(sorted(partitions_of(args))))
-            packer.run(args.interval, actor.why_wait if acting else str)
+            return 1 if "refused" in kinds else 0
+        _log.info("mode=%s partitions=%s", "act" if acting else "observe", ",".join(sorted(partitions_of(args))))
+        packer.run(args.interval, actor.why_wait if acting else str)
     return 0
 
 
@@ -238,91 +237,46 @@ def say_log(event: PackingEvent) -> None:
     _log.info("job=%s %s%s: %s", event.job, event.event, place, event.reason)
 
 
-# `hetstream opp`: the opportunistic jobs, where they are or why they wait, and one look of the packer by hand.
+# `hetstream gpu jobs`: the opportunistic jobs, where they are or why they wait.
 
-OPP_EPILOG = f"""\
-ls and why need no rights: they work out what the packer decides from what everybody may see. place looks, decides and
-acts once, as `hetstream packer --once` does, and needs the packer's rights; with --dry-run it says what it would do.
+JOBS_EPILOG = f"""\
+It needs no rights: it works out what the packer decides from what everybody may see. Of one job it shows what each GPU
+says to it.
 
 examples:
-  hetstream opp ls
-  hetstream opp why 8123
-  hetstream opp place --dry-run
+  hetstream gpu jobs
+  hetstream gpu jobs 8123
 
 {EXIT_CODES}"""
 _GIB = 1 << 30
 
 
-def add_opp_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb with its actions."""
-    parser.description = "Show opportunistic GPU jobs and why they wait; place them once by hand."
-    parser.epilog = OPP_EPILOG
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    text = "all opportunistic jobs: where they are, or why they wait"
-    _add_shared(add_action(actions, "ls", text, list_jobs))
-    text = "why one of them waits, GPU by GPU"
-    why = _add_shared(add_action(actions, "why", text, explain))
-    why.add_argument("job", metavar="JOBID", help="N, or N_TASK of an array")
-    text = "look, decide and act once"
-    place = _add_shared(add_action(actions, "place", text, place_once))
-    place.add_argument("-n", "--dry-run", action="store_true", help="say what it would do, and change nothing")
-
-
-def _add_shared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_gpu_jobs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the action."""
+    parser.description = "Show opportunistic GPU jobs: where they are, or why they wait."
+    parser.epilog = JOBS_EPILOG
+    parser.add_argument("job", nargs="?", metavar="JOBID", help="only this one, GPU by GPU: N, or N_TASK of an array")
     add_packing_arguments(parser)
     add_output_arguments(parser)
-    return parser
+    parser.set_defaults(run=run_jobs)
 
 
-def list_jobs(args: argparse.Namespace) -> int:
-    """Print all of them."""
+def run_jobs(args: argparse.Namespace) -> int:
+    """Print all of them, or what each GPU says to one."""
     snapshot, seen, plan, missing = _see(args)
-    emit(args, ls_report(snapshot, seen, reasons(seen, plan, missing), missing))
-    return 0
-
-
-def explain(args: argparse.Namespace) -> int:
-    """Print what each GPU says to one of them."""
-    snapshot, seen, plan, missing = _see(args)
+    waits = reasons(seen, plan, missing)
     job = next((job for name, job in seen.jobs.items() if args.job in (name, str(job.job.job_id))), None)
-    if job is None and args.job in seen.quota.guaranteed:
-        emit(args, quota_report(snapshot, seen, args.job, reasons(seen, plan, missing), missing))
-        return 0
-    if job is None:
-        names = ", ".join(sorted(partitions_of(args)))
-        raise UnknownJob(f"no job {args.job} is pending or running in {names}. Check: hetstream opp ls")
-    emit(args, why_report(snapshot, seen, job, reasons(seen, plan, missing), missing))
-    return 0
-
-
-def place_once(args: argparse.Namespace) -> int:
-    """Act once, and print what was done."""
-    slurm, events = PackingSlurm(), list[PackingEvent]()
-    packer = Packer(
-        slurm, gpu_readings(settings_of(args)), partitions_of(args), events.append, acting=not args.dry_run,
-        quotas=checked_quotas(args, slurm, slurm.snapshot()) if quotas_path(args) else None, qos=named_qos(),
-    )  # fmt: skip
-    if args.dry_run:
-        packer.step()
+    if args.job is None:
+        report = jobs_report(snapshot, seen, waits, missing)
+    elif job is not None:
+        report = job_report(snapshot, seen, job, waits, missing)
+    elif args.job in seen.quota.guaranteed:
+        report = quota_report(snapshot, seen, args.job, waits, missing)
     else:
-        with alone(DEFAULT_LOCK):
-            if reason := why_elsewhere(slurm.controller(), socket.gethostname()):
-                raise HetstreamError(reason)
-            packer.step()
-    rows = [
-        {
-            "event": event.event, "job": event.job, "place": where(event.place) if event.place else "",
-            "reason": event.reason,
-        }
-        for event in events
-    ]  # fmt: skip
-    columns = (
-        Column("event", "EVENT", left=True), Column("job", "JOB", left=True), Column("place", "WHERE", left=True),
-        Column("reason", "BECAUSE", left=True),
-    )  # fmt: skip
-    section = Section("events", columns, rows, empty="nothing is to be done")
-    emit(args, Report({"verb": "opp place"}, {"dry_run": args.dry_run}, (), (section,)))
-    return 1 if any(event.event == "refused" for event in events) else 0
+        names = ", ".join(sorted(partitions_of(args)))
+        raise UnknownJob(f"no job {args.job} is pending or running in {names}. Check: hetstream gpu jobs")
+    emit(args, report)
+    return 0
 
 
 def _see(args: argparse.Namespace) -> tuple[Snapshot, PackingView, PackingPlan, str]:
@@ -333,7 +287,7 @@ def _see(args: argparse.Namespace) -> tuple[Snapshot, PackingView, PackingPlan, 
     return snapshot, *seen_by(snapshot, slurm, settings_of(args), partitions_of(args), quotas_path(args))
 
 
-def ls_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], missing: str) -> Report:
+def jobs_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], missing: str) -> Report:
     """All jobs as a table."""
     rows = [_row(job, waits.get(name, "")) for name, job in seen.jobs.items()]
     num_waiting = sum(bool(row["reason"]) for row in rows)
@@ -348,7 +302,7 @@ def ls_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], miss
     section = Section("jobs", columns, rows, empty="no opportunistic job is pending or running")
     notes = [missing] if missing else []
     facts = {"num_jobs": len(rows), "num_waiting": num_waiting}
-    return Report(meta_of("opp ls", snapshot), facts, lines, (section, *_line(seen, waits)), notes)
+    return Report(meta_of("gpu jobs", snapshot), facts, lines, (section, *_line(seen, waits)), notes)
 
 
 def _line(seen: PackingView, waits: Mapping[str, str]) -> tuple[Section, ...]:
@@ -382,10 +336,10 @@ def quota_report(snapshot: Snapshot, seen: PackingView, name: str, waits: Mappin
     }  # fmt: skip
     lines = [f"job {name} of {job.user}: {job.state}, {job.count('gpu')} GPU(s), account {printable(job.account)}"]
     lines += [f"waits     {reason}"] if job.is_pending and reason else []
-    return Report(meta_of("opp why", snapshot), row, lines, (), [missing] if missing else [])
+    return Report(meta_of("gpu jobs", snapshot), row, lines, (), [missing] if missing else [])
 
 
-def why_report(
+def job_report(
     snapshot: Snapshot, seen: PackingView, job: OpportunisticJob, waits: dict[str, str], missing: str
 ) -> Report:
     """One job, and what each GPU says to it."""
@@ -412,7 +366,7 @@ def why_report(
     lines += [f"waits     {row['reason']}"] if row["reason"] else []
     lines += [f"upgrade   {row['not_upgraded']}"] if row["not_upgraded"] else []
     section = Section("gpus", columns, rows)
-    return Report(meta_of("opp why", snapshot), row, lines, (section,), [missing] if missing else [])
+    return Report(meta_of("gpu jobs", snapshot), row, lines, (section,), [missing] if missing else [])
 
 
 def _row(job: OpportunisticJob, reason: str) -> Row:

@@ -1,4 +1,4 @@
-"""What `hetstream packer`, `opp` and `why` have in common: whose jobs are packed, and what is known of them now."""
+"""What `gpu pack`, `gpu jobs` and `why` have in common: whose jobs are packed, and what is known of them now."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quotas", metavar="FILE", type=Path, help=f"tenants' quotas of GPUs (default: {QUOTAS_VARIABLE}, or none)"
     )
-    add_address(parser, None)
+    add_address(parser)
 
 
 def named_partitions(files: Collection[Path] = _FILES) -> frozenset[str]:
@@ -234,7 +234,7 @@ def guarded_reasons(held: Collection[Job]) -> dict[str, str]:
     notes = PackingSlurm().notes({name for job in jobs for name in job.partitions})
     why = (
         f"it waits for the packer, and why cannot be told here, where {SITE_FILE} does not set {PARTITIONS_VARIABLE} "
-        f"or {QUOTAS_VARIABLE}: hetstream opp why takes --partition=NAME --quotas=FILE instead"
+        f"or {QUOTAS_VARIABLE}: hetstream gpu jobs takes --partition=NAME --quotas=FILE instead"
     )
     guarded = {number for number, note in notes.items() if is_guarded(note.admin_comment)}
     return {job.label: why for job in jobs if job.job_id in guarded}

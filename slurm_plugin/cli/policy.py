@@ -1,4 +1,4 @@
-"""`hetstream policy`: which policy divides data workers among jobs, who has what and why, and another policy."""
+"""`hetstream site policy`: which policy divides data workers among jobs, who has what and why, and another policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from hetstream.hetjob.site.messages import (
     SetPolicy,
     ShowPolicy,
 )
-from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.cli.daemon import add_address, asked, settings_of
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
@@ -42,20 +41,24 @@ stretch  hetstream's own: as srtf, but narrow jobs and those with GPUs come forw
 
 All but share believe what jobs measure of themselves. Under each of them no job goes below its minimum or, as far as
 the CPUs go, below --floor of its greatest speed; a move must pay for what it costs; and the caps hold. A daemon that
-only observes decides too, and tells nobody: show, explain and set --dry-run say what it would have done.
+only observes decides too, and tells nobody: here is what it would have done.
 
 examples:
-  hetstream policy show
-  hetstream policy explain 8123
-  hetstream policy set srtf --dry-run
-  hetstream policy set stretch --tenant-cap vision=512 --user-cap 256
-  hetstream policy set share --tenant-cap none --user-cap none
+  hetstream site policy
+  hetstream site policy --job 8123
+  hetstream site policy srtf --dry-run
+  hetstream site policy stretch --tenant-cap vision=512 --user-cap 256
+  hetstream site policy share --tenant-cap none --user-cap none
 
 exit codes:
   0  done
-  1  the daemon did not answer, or refused; set is for root and the daemon's own user
+  1  the daemon did not answer, or refused; a policy is set by root and the daemon's own user
   2  the command line is wrong
 """
+# What is only said when a policy is set.
+_SETTINGS = (
+    "floor", "cpus_per_gpu", "network_gbps", "network_share", "user_cap", "tenant_cap", "dry_run",
+)  # fmt: skip
 # No job id of Slurm, and no number of CPUs, has more digits.
 _NUMBER = re.compile(r"[0-9]{1,10}")
 # Of users and accounts; Slurm's own are shorter.
@@ -63,18 +66,20 @@ _LONGEST_NAME = 256
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb."""
-    parser.description = "Show, set and explain how the site daemon divides data workers among jobs."
+    """Declare the action."""
+    parser.description = (
+        "Show how the site daemon divides data workers among jobs, explain it for one job, or have it divide otherwise "
+        "from now on."
+    )
     parser.epilog = EPILOG
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    text = "which policy divides, what it is told of the jobs, and its last decisions"
-    _add_shared(add_action(actions, "show", text, show))
-    text = "what the policy is told of one job, and every decision about it that is remembered"
-    explain = _add_shared(add_action(actions, "explain", text, explain_job))
-    explain.add_argument("job", metavar="JOBID", help="of the trainer; of a heterogeneous job without +COMPONENT")
-    text = "divide otherwise from now on; what is not named stays as it is"
-    change = _add_shared(add_action(actions, "set", text, set_policy))
-    change.add_argument("policy", metavar="POLICY", choices=tuple(POLICIES), help=", ".join(POLICIES))
+    parser.add_argument(
+        "policy", nargs="?", metavar="POLICY", choices=tuple(POLICIES), help=f"set this one: {', '.join(POLICIES)}"
+    )
+    parser.add_argument(
+        "--job", metavar="JOBID", help="what is known of this job, and every decision about it that is remembered"
+    )
+    parser.add_argument("--last", type=int, default=50, metavar="N", help="decisions to show (default %(default)s)")
+    change = parser.add_argument_group("with POLICY; what is not named stays as it is")
     change.add_argument("--floor", type=float, metavar="SHARE", help="least speed of every job, 0 to 0.5")
     change.add_argument("--cpus-per-gpu", type=float, metavar="CPUS", help="for jobs that have measured nothing")
     change.add_argument("--network-gbps", type=float, metavar="GBPS", help="what a node's link carries; 0: not known")
@@ -84,49 +89,41 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         change.add_argument(
             f"--{who}-cap",
             action="append",
-            default=[],
             metavar="[NAME=]CPUS",
             help=f"of all data workers of {what}, or without NAME of each; NAME=none or none for no cap",
         )
     change.add_argument("-n", "--dry-run", action="store_true", help="say who would get what, and change nothing")
-
-
-def _add_shared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    add_address(parser, None)
-    parser.add_argument("--last", type=int, default=50, metavar="N", help="decisions to show (default %(default)s)")
+    add_address(parser)
     add_output_arguments(parser)
-    return parser
+    parser.set_defaults(run=run)
 
 
-def show(args: argparse.Namespace) -> int:
-    """Print the policy, the jobs and the last decisions."""
-    answer = _ask(settings_of(args), AskPolicy("", _last(args)))
-    emit(args, policy_report("policy show", answer, ""))
-    return 0
-
-
-def explain_job(args: argparse.Namespace) -> int:
-    """Print what is known of one job, and what was decided about it."""
-    if not _NUMBER.fullmatch(args.job):
-        shown = printable(shortened(args.job, _LONGEST_NAME))
-        raise UsageError(f"'{shown}' is no job id: write the number alone, of a heterogeneous job without +COMPONENT")
-    answer = _ask(settings_of(args), AskPolicy(args.job, _last(args)))
-    if not answer.jobs and not answer.decisions:
-        raise SiteError(
-            f"the daemon knows nothing of job {args.job}: it has not reported, its last decision is forgotten, or it "
-            "is not yours. hetstream policy show lists what is known"
-        )
-    emit(args, policy_report("policy explain", answer, args.job))
-    return 0
-
-
-def set_policy(args: argparse.Namespace) -> int:
-    """Set another policy, or say what would follow."""
+def run(args: argparse.Namespace) -> int:
+    """Set another policy, or say what would follow; print the policy, the jobs and the last decisions."""
     where = settings_of(args)
-    settings = changed(decode_settings(_ask(where, AskPolicy("", 0)).settings), args)
-    text = msgspec.json.encode(settings).decode()
-    answer = _ask(where, SetPolicy(text, args.dry_run))
-    emit(args, policy_report("policy set", msgspec.structs.replace(answer, settings=text), "", args.dry_run))
+    if args.policy is not None:
+        if args.job is not None:
+            raise UsageError(f"--job={printable(shortened(args.job, _LONGEST_NAME))}: a policy is set for all jobs")
+        settings = changed(decode_settings(_ask(where, AskPolicy("", 0)).settings), args)
+        text = msgspec.json.encode(settings).decode()
+        answer = msgspec.structs.replace(_ask(where, SetPolicy(text, args.dry_run)), settings=text)
+        emit(args, policy_report(answer, args.policy, args.dry_run))
+        return 0
+    if given := [option for option in _SETTINGS if getattr(args, option) not in (None, False)]:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')}: name the policy that it is for. Check: hetstream site policy"
+        )
+    job = "" if args.job is None else args.job
+    if args.job is not None and not _NUMBER.fullmatch(job):
+        shown = printable(shortened(job, _LONGEST_NAME))
+        raise UsageError(f"'{shown}' is no job id: write the number alone, of a heterogeneous job without +COMPONENT")
+    answer = _ask(where, AskPolicy(job, _last(args)))
+    if job and not answer.jobs and not answer.decisions:
+        raise SiteError(
+            f"the daemon knows nothing of job {job}: it has not reported, its last decision is forgotten, or it "
+            "is not yours. hetstream site policy lists what is known"
+        )
+    emit(args, policy_report(answer, job=job))
     return 0
 
 
@@ -142,7 +139,7 @@ def changed(settings: PolicySettings, args: argparse.Namespace) -> PolicySetting
         if not math.isfinite(value):
             raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite number")
     caps = {
-        f"{who}_caps": _caps(getattr(settings, f"{who}_caps"), getattr(args, f"{who}_cap"), who)
+        f"{who}_caps": _caps(getattr(settings, f"{who}_caps"), getattr(args, f"{who}_cap") or (), who)
         for who in ("user", "tenant")
     }
     try:
@@ -187,8 +184,15 @@ def _ask(where: SiteSettings, question: Question) -> ShowPolicy:
     return answer
 
 
-def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = False) -> Report:
-    """The answer as tables."""
+def policy_report(answer: ShowPolicy, newly_set: str = "", is_dry_run: bool = False, job: str = "") -> Report:
+    """The answer as tables.
+
+    Args:
+        answer: the daemon's.
+        newly_set: the policy that was set, or would be; empty: none.
+        is_dry_run: would be.
+        job: whose decisions it has; empty: those of all.
+    """
     settings = decode_settings(answer.settings)
     caps = [
         f"{who} {'each' if name == EVERYBODY else name} at most {cpus} CPUs"
@@ -206,7 +210,7 @@ def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = Fa
         lines.append(
             f"network: data workers may use {settings.network_share:.0%} of each node's {settings.network_gbps:g} Gb/s"
         )
-    if verb == "policy explain":
+    if job:
         lines += [remaining_words(job_now) for job_now in answer.jobs]
     notes = [f"the last limits are kept: {answer.problem}"] if answer.problem else []
     summary = {
@@ -218,9 +222,9 @@ def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = Fa
         "dry_run": is_dry_run,
     }
     sections = [_decisions(answer.decisions, "would change" if is_dry_run else "decisions")]
-    if verb != "policy set":
+    if not newly_set:
         sections.insert(0, _jobs(answer.jobs, job))
-    return Report({"verb": verb, "taken_s": round(time.time(), 3)}, summary, lines, tuple(sections), notes)
+    return Report({"verb": "site policy", "taken_s": round(time.time(), 3)}, summary, lines, tuple(sections), notes)
 
 
 def _jobs(jobs: Sequence[JobNow], job: str) -> Section:

@@ -25,6 +25,7 @@ The program's exit code is passed on (128 + N when signal N ended it), and so ar
 examples:
   hetstream run --data-workers 2 python train.py --epochs 3
   hetstream run --data-workers 2 --offload auto python train.py
+  hetstream run --data-workers 8 --explain python train.py    what --offload could move; its prints go to stderr
   hetstream run --data-workers 2 --json summary.json -- torchrun --nproc-per-node 2 train.py
 """
 
@@ -61,7 +62,15 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="have data workers also make the batches of DataLoaders with num_workers=0, which torch makes with the "
         "program's own dataset",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary of the run")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="run three steps, and show which operators of the model's forward --offload could move, what they cost, "
+        "and why the others stay",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the summary of the run, or what --explain has found"
+    )
     parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be started, and stop")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     parser.set_defaults(run=run)
@@ -69,6 +78,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program and return its exit code."""
+    if args.json and not args.json.parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}; make it first")
+    if args.explain:
+        from hetstream.slurm_plugin.cli.explain import run_explained
+
+        return run_explained(args)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     config = LocalConfig(
         program=own_program(),
@@ -84,8 +99,6 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         _print_commands(config, hook_environment)
         return 0
-    if args.json and not args.json.parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}; make it first")
     if not args.verbose:
         logging.getLogger("hetjob").setLevel(logging.WARNING)  # the terminal belongs to the program
     result = run_local(config, os.environ, hook_environment)

@@ -1,4 +1,4 @@
-"""`hetstream dispatcher`: run the dispatcher of a job in the foreground."""
+"""`hetstream internal dispatcher`: run the dispatcher of a job in the foreground."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _stopped_by_handlers() -> Callable[[], bool]:
     return lambda: stopping
 
 
-# `hetstream worker`: run the processes of one data worker in the foreground.
+# `hetstream internal worker`: run the processes of one data worker in the foreground.
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
 
 
 def _words(args: argparse.Namespace, address_file: Path, cache_bytes: int, digest: str) -> list[str]:
-    arguments = ["worker", "--service", f"file:{address_file}", "--processes", str(args.processes)]
+    arguments = ["internal", "worker", "--service", f"file:{address_file}", "--processes", str(args.processes)]
     arguments += ["--device", args.device]
     arguments += [] if args.log is None else ["--log", str(args.log)]
     return [*arguments, "--threads", str(args.threads), "--cache-bytes", str(cache_bytes), f"--follow-program={digest}"]

@@ -102,7 +102,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy-settings",
         metavar="FILE",
-        help=f"what holds for policies with {RULES}: floor and caps, as hetstream policy show --json prints them in "
+        help=f"what holds for policies with {RULES}: floor and caps, as hetstream site policy --json prints them in "
         "summary.settings",
     )
     choices = "; ".join(f"{name}: {choice.meaning}" for name, choice in CHOICES.items())
@@ -277,7 +277,7 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.quotas is not None:
         raise UsageError(
             "--quotas: simulate knows no quotas, and each job counts as within its own. Leave it out. What quotas do "
-            "to the jobs that there are says: hetstream packer --observe --quotas FILE"
+            "to the jobs that there are says: hetstream gpu pack --observe --quotas FILE"
         )
     if not 1 <= args.seeds <= _MOST_SEEDS:
         raise UsageError(f"--seeds={args.seeds}: must be at least 1, and at most {_MOST_SEEDS:,}")

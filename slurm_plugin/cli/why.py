@@ -161,7 +161,7 @@ def _with_packing(explanation: Explanation, reasons: Mapping[str, str]) -> Expla
     reason = reasons.get(job.label)
     if reason is None or not job.is_pending:
         return explanation
-    blocker = Blocker("packer", reason, f"hetstream opp why {job.label}")
+    blocker = Blocker("packer", reason, f"hetstream gpu jobs {job.label}")
     why_not = "it is the packer that starts it" if job.count("gpu") else "it shares a GPU that others have"
     return replace(explanation, blockers=(blocker,), conversion=Verdict(False, why_not))
 

@@ -135,7 +135,7 @@ def open_gpu(text: str) -> Gpu:
         try:
             return EmulatedGpu(resolved(text))
         except (OSError, ValueError) as error:
-            raise UsageError(f"--gpu {text}: {error}. Make one: hetstream gpu emulate FILE") from error
+            raise UsageError(f"--gpu {text}: {error}. Make one: hetstream internal gpu-emulate FILE") from error
     name, equals, size = text.partition("=")
     if text.startswith(_UUID) and not equals:
         return NvmlGpu(text)

@@ -1,4 +1,4 @@
-"""The daemon's I/O: sockets, credentials, the thread that reads the cluster, the store. Called by `hetstream daemon`.
+"""The I/O of `hetstream site daemon`: sockets, credentials, the thread that reads the cluster, the store.
 
 What jobs may have is decided in `registry.py`. Slurm is only read. Who cannot say who they are, or says what is no
 question of the protocol, gets nothing but a closed connection.
@@ -400,7 +400,7 @@ class Daemon:
     def _set_policy(self, may_set: bool, question: SetPolicy, now_s: float) -> Answer:
         if not may_set:
             return RefusePolicy(
-                f"only root and the daemon's own user (id {os.geteuid()}) set a policy. hetstream policy show says "
+                f"only root and the daemon's own user (id {os.geteuid()}) set a policy. hetstream site policy says "
                 "which it is"
             )
         try:

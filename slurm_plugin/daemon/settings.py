@@ -1,4 +1,4 @@
-"""Which policy divides, and within which limits: what `hetstream policy set` changes. Kept in the daemon's store. Pure.
+"""Which policy divides, and within which limits: what `site policy` changes. Kept in the daemon's store. Pure.
 
 Made by the command line, checked here, used by the registry.
 """
@@ -95,7 +95,7 @@ class Pace:
     move: MoveCost = field(default_factory=MoveCost)
 
 
-# How the daemon runs. Made by `hetstream daemon`.
+# How the daemon runs. Made by `hetstream site daemon`.
 
 
 @dataclass(frozen=True)

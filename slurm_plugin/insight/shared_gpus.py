@@ -152,7 +152,7 @@ def idle_trainers(shared: SharedGpus, jobs: Sequence[Job], wait_shares: Mapping[
 
 def _verdict(refusals: Sequence[str], free: Sequence[int]) -> str:
     if not refusals:
-        return "not now: its nodes tell nothing of its GPUs (hetstream gpu report)"
+        return "not now: its nodes tell nothing of its GPUs (hetstream internal gpu-report)"
     if not free:
         return f"not now: {refusals[0]}"
     return f"yes: {len(free)} of {len(refusals)} GPU(s), up to {size_words(max(free))}"

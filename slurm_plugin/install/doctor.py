@@ -160,7 +160,7 @@ def host_gpus(gpus: HostGpus) -> Iterator[Finding]:
 
 # What is wrong with a cluster's configuration for opportunistic jobs on GPUs in use: (facts) -> findings. Pure.
 #
-# A part of `hetstream doctor`. `why_no_packing` is also asked by `hetstream packer` before it places anything.
+# A part of `hetstream doctor`. `why_no_packing` is also asked by `hetstream gpu pack` before it places anything.
 
 GRES = "opp"
 # Since then Slurm gives a job the device files of any GRES; before, of those alone that have a plugin of their own.
@@ -285,9 +285,8 @@ def _upgraded(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _script(option: str, found: Mapping[str, str | None]) -> Iterator[Finding]:
-    place = (
-        f"{option}=/usr/local/share/hetstream/prolog/{SCRIPTS[option]} (hetstream install), or a script that runs it"
-    )
+    script = f"/usr/local/share/hetstream/prolog/{SCRIPTS[option]}"
+    place = f"{option}={script} (hetstream site install), or a script that runs it"
     if not found:
         yield Finding(Level.PROBLEM, option, "none", _MEANS[option], place)
         return
@@ -304,7 +303,7 @@ def _script(option: str, found: Mapping[str, str | None]) -> Iterator[Finding]:
     elif versions != [SCRIPTS_VERSION]:
         yield Finding(
             Level.PROBLEM, option, programs, f"of version {versions[0]}, and this hetstream has {SCRIPTS_VERSION}",
-            "hetstream install on each GPU node",
+            "hetstream site install on each GPU node",
         )  # fmt: skip
 
 
@@ -313,7 +312,7 @@ def _node(facts: Facts) -> Iterator[Finding]:
     if uid is None:
         yield Finding(
             Level.WARNING, "coordinator", path, "no socket: opportunistic jobs on this node pause",
-            "hetstream gpu coordinator",
+            "hetstream internal coordinator",
         )  # fmt: skip
     elif uid not in (0, facts.coordinator_uid):
         yield Finding(
@@ -338,7 +337,7 @@ def _node(facts: Facts) -> Iterator[Finding]:
 
 # Which files of ours slurm.conf asks for, and what becomes of jobs when one is not there. Reads files.
 #
-# Called by `hetstream uninstall` and `hetstream doctor`. With `CliFilterPlugins=lua` and no cli_filter.lua beside
+# Called by `hetstream site uninstall` and `hetstream doctor`. With `CliFilterPlugins=lua` and no cli_filter.lua beside
 # slurm.conf every sbatch, salloc and srun of that host fails; with `JobSubmitPlugins=lua` and no job_submit.lua
 # slurmctld does not start. A node whose Prolog or Epilog is not there is drained by its next job.
 
@@ -637,7 +636,7 @@ def _lua(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 Level.PROBLEM, "Lua", f"{name}_lua.so uses Lua {', '.join(unknown)}",
                 f"hetstream's modules are for Lua {LUA_VERSIONS[0]} to {LUA_VERSIONS[-1]}",
-                "Slurm built with one of these, or hetstream uninstall",
+                "Slurm built with one of these, or hetstream site uninstall",
             )  # fmt: skip
 
 
@@ -647,12 +646,12 @@ def _lua_files(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             Level.PROBLEM, name, f"{', '.join(paths)} not found here", f"{OPTIONS[name]}=lua: {WITHOUT[name]}",
             f"take lua out of {OPTIONS[name]} in slurm.conf and run scontrol reconfigure, or put the file back: "
-            "hetstream install",
+            "hetstream site install",
         )  # fmt: skip
     for name, paths in facts.lua_idle.items():
         yield Finding(
             Level.WARNING, name, f"{', '.join(paths)} not found here", "hetstream's hook does nothing on this host",
-            "hetstream install --prefix DIR, on this host too",
+            "hetstream site install --prefix DIR, on this host too",
         )  # fmt: skip
 
 

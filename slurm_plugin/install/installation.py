@@ -1,4 +1,4 @@
-"""Place files on a machine and take them away again. Called by `hetstream install`, `uninstall` and the devcluster.
+"""Place files on a machine and take them away again. Called by `hetstream site` and the devcluster.
 
 Only what it placed itself, and nobody has changed since, is ever replaced or removed: a record beside the files holds
 their checksums. A site's own Lua file is moved aside, loaded first by the hook that takes its name, and moved back.
@@ -105,7 +105,7 @@ def hook_text(name: str, lua_dir: Path, policy: Path, program: str, site: Path |
     before = [f'dofile("{site}")  -- the site\'s own file, as it was'] if site else functions
     return "\n".join(
         [
-            "-- Placed by `hetstream install`; `hetstream uninstall` takes it away.",
+            "-- Placed by `hetstream site install`; `hetstream site uninstall` takes it away.",
             *before,
             *hook_lines(name, lua_dir, policy, program),
             "return slurm.SUCCESS",
@@ -160,7 +160,8 @@ def read_record(prefix: Path) -> Record | None:
         return record
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedRecord(
-            f"{path} is not a record of hetstream install ({error}). Nothing was changed; compare the files by hand"
+            f"{path} is not a record of hetstream site install ({error}). Nothing was changed; compare the files by "
+            "hand"
         ) from error
 
 

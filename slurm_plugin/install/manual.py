@@ -1,4 +1,4 @@
-"""Man pages and bash completion, made from the parsers of the command line. Called by `hetstream install`.
+"""Man pages and bash completion, made from the parsers of the command line. Called by `hetstream site install`.
 
 Verbs that hand their words on (`sbatch`, `run`, ...) have no parser of their own to read: their help text is shown.
 """
@@ -15,10 +15,10 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The sub-parsers of a parser by name, in order."""
+    """The listed sub-parsers of a parser by name, in order."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
+            return {listed.dest: action.choices[listed.dest] for listed in action._choices_actions}
     return {}
 
 

@@ -1,6 +1,6 @@
 """The systemd units of all services with the environment files of exporter and site daemon, as text. Pure.
 
-Called by `hetstream install`.
+Called by `hetstream site install`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hetstream.slurm_plugin.packing.notes import COMMENT_MARK, HOLDS_MARK, UPGRA
 
 # Slurm's Prolog, Epilog and TaskProlog of nodes whose GPUs are shared, and the file of their settings, as text. Pure.
 #
-# Called by `hetstream install` and the devcluster. What the scripts do is in `slurm_plugin/prolog/`; here are the paths
-# that stand before it.
+# Called by `hetstream site install` and the devcluster. What the scripts do is in `slurm_plugin/prolog/`; here are
+# the paths that stand before it.
 
 # Where root writes for each job what it was given. Not in the coordinator's own /run/hetstream: its user owns that.
 RUN_DIR = "/run/hetstream-jobs"
@@ -57,13 +57,13 @@ PACKING_ENVIRONMENT = """\
 # The coordinator's names of GPUs by their numbers, if NVIDIA's driver does not tell (/proc/driver/nvidia/gpus).
 #HETSTREAM_GPUS="0=GPU-1a2b 1=GPU-3c4d"
 
-# hetstream-gpu.service, on each GPU node. Options of: hetstream gpu coordinator
+# hetstream-gpu.service, on each GPU node. Options of: hetstream internal coordinator
 #HETSTREAM_COORDINATOR_OPTIONS="--gpu GPU-1a2b --gpu GPU-3c4d"
 
-# hetstream-gpu-report.service, on each GPU node. Options of: hetstream gpu report
+# hetstream-gpu-report.service, on each GPU node. Options of: hetstream internal gpu-report
 #HETSTREAM_GPU_REPORT_OPTIONS="--address tcp://hetstream@controller:9420"
 
-# hetstream-packer.service, beside slurmctld. Options of: hetstream packer
+# hetstream-packer.service, beside slurmctld. Options of: hetstream gpu pack
 #HETSTREAM_PACKER_OPTIONS="--observe"
 """
 
@@ -79,7 +79,7 @@ def node_script(option: str, settings: Path, *, run_dir: str = RUN_DIR, startup:
     """
     return (
         "#!/bin/sh\n"
-        f"# {option} of hetstream, placed by `hetstream install`; `hetstream uninstall` takes it away.\n"
+        f"# {option} of hetstream, placed by `hetstream site install`; `hetstream site uninstall` takes it away.\n"
         f"hetstream_scripts={SCRIPTS_VERSION}\n"
         f'run="{run_dir}"\n'
         f"settings={shlex.quote(str(settings))}\n"
@@ -114,7 +114,7 @@ DAEMON_ENVIRONMENT = f"""\
 # What hetstreamd.service runs with, and where jobs find it. Take the "#" away from what shall hold, then restart it.
 # Jobs read the lines on the address and on directories from /etc/hetstream/daemon.env of their own node.
 
-# Options of: hetstream daemon
+# Options of: hetstream site daemon
 #HETSTREAM_DAEMON_OPTIONS="--allocate --pool cpu"
 
 # Where it is: USER is whom it runs as, by name or number, and must be known on the nodes. Without this line it listens
@@ -129,7 +129,7 @@ DAEMON_ENVIRONMENT = f"""\
 #HETSTREAM_JOBS_DIR=/scratch/%u/hetstream
 #HETSTREAM_JOURNAL_DIR=/tmp
 
-# Number of the user that "hetstream gpu coordinator" runs as. Without it jobs trust one of root's, or their own user's.
+# Number of the user that "hetstream internal coordinator" runs as. Without it jobs trust root's, or their own user's.
 #HETSTREAM_GPU_COORDINATOR_UID=990
 
 {_COMMANDS}"""
@@ -155,9 +155,9 @@ def daemon_unit(program: str, environment: Path) -> str:
     """A unit of the site daemon: as the user `hetstream`, made for it where the site has none, with no rights."""
     return _unit(
         "hetstream's site daemon: the Slurm cluster's history, data workers among jobs",
-        "hetstream-daemon",
+        "hetstream-site",
         environment,
-        f'ExecStart="{_escaped(program)}" daemon $HETSTREAM_DAEMON_OPTIONS',
+        f'ExecStart="{_escaped(program)}" site daemon $HETSTREAM_DAEMON_OPTIONS',
         ["User=hetstream", "StateDirectory=hetstreamd", "StateDirectoryMode=0700", "RuntimeDirectory=hetstream"],
     )
 
@@ -179,21 +179,21 @@ def sharing_units(program: str, environment: Path) -> dict[str, str]:
             "hetstream's coordinator of jobs that share GPUs of this node",
             "hetstream-gpu",
             environment,
-            f"{start} gpu coordinator --grants {RUN_DIR}/grants $HETSTREAM_COORDINATOR_OPTIONS",
+            f"{start} internal coordinator --grants {RUN_DIR}/grants $HETSTREAM_COORDINATOR_OPTIONS",
             [user, *run_dir],
         ),
         "hetstream-gpu-report": _unit(
             "hetstream's site daemon is told of this node's shared GPUs",
             "hetstream-gpu",
             environment,
-            f"{start} gpu report $HETSTREAM_GPU_REPORT_OPTIONS",
+            f"{start} internal gpu-report $HETSTREAM_GPU_REPORT_OPTIONS",
             [user],
         ),
         "hetstream-packer": _unit(
             "hetstream's packer: places opportunistic jobs on GPUs in use",
-            "hetstream-packer",
+            "hetstream-gpu",
             environment,
-            f"{start} packer $HETSTREAM_PACKER_OPTIONS",
+            f"{start} gpu pack $HETSTREAM_PACKER_OPTIONS",
             ["User=hetstream-packer", "RuntimeDirectory=hetstream-packer", "RuntimeDirectoryMode=0700"],
         ),
     }
@@ -206,7 +206,7 @@ def sharing_units(program: str, environment: Path) -> dict[str, str]:
 def _unit(description: str, page: str, environment: Path, start: str, more: list[str]) -> str:
     extra = "\n".join(more)
     return f"""\
-# Placed by `hetstream install`; `hetstream uninstall` takes it away. Changes belong into: systemctl edit
+# Placed by `hetstream site install`; `hetstream site uninstall` takes it away. Changes belong into: systemctl edit
 [Unit]
 Description={description}
 Documentation=man:{page}(1)

@@ -1,4 +1,4 @@
--- Hands an eligible sbatch to `hetstream filter`, and submits what that plans. Loaded by the site's cli_filter.lua,
+-- Hands an eligible sbatch to `hetstream internal filter`, and submits what that plans. Loaded by the site's cli_filter.lua,
 -- inside the user's own sbatch; Lua 5.1 to 5.4.
 --
 -- Two phases, so that nothing is submitted twice. The converter only plans: whatever goes wrong there leaves the plain
@@ -70,14 +70,14 @@ end
 local function run(program, arguments, timeout_s, nonce)
   local out, err = os.tmpname(), os.tmpname()
   local code = exit_code(os.execute(string.format(
-    "HETSTREAM_FILTER_NONCE=%s timeout --foreground -k 1 %s %s filter %s </dev/null >%s 2>%s",
+    "HETSTREAM_FILTER_NONCE=%s timeout --foreground -k 1 %s %s internal filter %s </dev/null >%s 2>%s",
     nonce, timeout_s, quote(program), arguments, quote(out), quote(err))))
   local printed, said = read(out) or "", read(err) or ""
   os.remove(out)
   os.remove(err)
   local last = ""
   for line in said:gmatch("[^\n]+") do last = line end
-  return code, printed, (last:gsub("^hetstream filter: ", "")), notes_in(said)
+  return code, printed, (last:gsub("^hetstream internal filter: ", "")), notes_in(said)
 end
 
 local function submit(policy, program, options, offset)

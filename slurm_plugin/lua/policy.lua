@@ -12,9 +12,9 @@ return {
   -- slurmctld (job_submit.lua). The most CPUs for each GPU, by partition; "refuse" says so, "shrink" takes the rest away.
   -- cpus_per_gpu = { max = { gpu = 4 }, action = "refuse" },
   -- Jobs of these partitions or QOS are opportunistic: they may not ask for GPUs nor change their partition. With `hold`
-  -- they wait until root, or a user id in `managers` (that of `hetstream packer`), gives them a place and releases them.
+  -- they wait until root, or a user id in `managers` (that of `hetstream gpu pack`), gives them a place and releases them.
   -- opportunistic = { partitions = { "opp" }, qos = {}, hold = true, managers = {} },
-  -- Jobs that ask for GPUs in these partitions wait until `hetstream packer --quotas` has found them within their quota.
+  -- Jobs that ask for GPUs in these partitions wait until `hetstream gpu pack --quotas` has found them within their quota.
   -- Without a packer that runs, nobody starts there: see docs/admin-gpus.md.
   -- quota = { partitions = { "gpu" } },
 }

@@ -1,5 +1,5 @@
 # Slurm runs it as root on each node of a job, before the job begins (PrologFlags=Alloc). It writes down which of the
-# node's GPUs the job may use, and as what: RUN/grants/JOB.json for `hetstream gpu coordinator --grants RUN/grants`, and
+# node's GPUs the job may use, and as what: RUN/grants/JOB.json for `hetstream internal coordinator --grants RUN/grants`, and
 # RUN/environment/JOB for the TaskProlog.
 #
 # It always exits with 0, because Slurm drains a node whose Prolog fails. An opportunistic job for which anything is wrong

@@ -411,7 +411,7 @@ _TRAINER_HEAD = (
 )  # fmt: skip
 # On the page, of each table.
 MOST_LINES = 100
-_TRAINERS_NOTE = "<p>Where <code>hetstream packer</code> finds most time for opportunistic jobs.</p>"
+_TRAINERS_NOTE = "<p>Where <code>hetstream gpu pack</code> finds most time for opportunistic jobs.</p>"
 
 
 def shared_gpu_cards(seen: Observation) -> Iterator[tuple[str, str]]:

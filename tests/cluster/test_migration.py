@@ -51,7 +51,9 @@ def test_a_job_master_moves_its_trainer_to_a_job_with_more_memory(devcluster: An
         job.submit()
         job.wait_for_steps(10)
         (master,) = [
-            pid for pid, argv in job.processes().items() if argv[-3:-1] == ["master", "serve"] and argv[0] != "srun"
+            pid
+            for pid, argv in job.processes().items()
+            if argv[-3:-1] == ["internal", "master", "serve"] and argv[0] != "srun"
         ]
         words = Path(f"/proc/{master}/environ").read_bytes().decode().rstrip("\0").split("\0")
         environ = dict(word.split("=", 1) for word in words)

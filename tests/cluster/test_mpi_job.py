@@ -42,12 +42,12 @@ SCRIPT = f"""#!/bin/bash
 #SBATCH hetjob
 #SBATCH --partition=cpu --nodes=2 --ntasks=2 --cpus-per-task=1
 service=$PWD/service-$SLURM_JOB_ID
-{BIN}/hetstream dispatcher --bind "tcp://127.0.0.1:0" --work-dir "$service" --address-file "$service/address" &
+{BIN}/hetstream internal dispatcher --bind "tcp://127.0.0.1:0" --work-dir "$service" --address-file "$service/address" &
 export HETSTREAM_SERVICE=file:$service/address HETSTREAM_TRANSPORT=mpi,tcp
 export MPIR_CVAR_CH4_NETMOD=ofi  # MPICH: Slurm's PMI-2 breaks the longer addresses of ucx
 step() {{
     srun --mpi=pmi2 --het-group=0 {sys.executable} "$@" : \\
-        --het-group=1 {BIN}/hetstream worker --mpi --service "$HETSTREAM_SERVICE"
+        --het-group=1 {BIN}/hetstream internal worker --mpi --service "$HETSTREAM_SERVICE"
 }}
 STEPS
 code=$?

@@ -84,7 +84,14 @@ class Job:
 
     def submit_companions(self, count: int) -> None:
         """Submit data workers as jobs of their own, as the job master does, each with a node for itself."""
-        words = [str(HETSTREAM), "worker", "--service", f"file:{self.own_directory}/address", "--processes=2"]
+        words = [
+            str(HETSTREAM),
+            "internal",
+            "worker",
+            "--service",
+            f"file:{self.own_directory}/address",
+            "--processes=2",
+        ]
         for number in range(count):
             options = ["--parsable", "--partition=cpu", "--cpus-per-task=2", "--requeue", "--open-mode=append"]
             options += [f"--output={self.own_directory}/companion-{number}.log", "--wrap", shlex.join(words)]
@@ -429,7 +436,16 @@ def test_a_cut_link_to_the_site_daemon_leaves_the_job_as_it_is(
     munge = cluster.state_dir / "run" / "munge.sock"
     settings = SiteSettings(TcpAddress("root", host.address, 9420), munge)
     environ = {"HETSTREAM_DAEMON": str(settings.address), "HETSTREAM_MUNGE_SOCKET": str(munge)}
-    words = ["daemon", "--address", str(settings.address), "--state-dir", str(tmp_path / "state"), "--interval", "5"]
+    words = [
+        "site",
+        "daemon",
+        "--address",
+        str(settings.address),
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--interval",
+        "5",
+    ]
     argv = ["nsenter", f"--net=/run/netns/{host.namespace}", sys.executable, "-m", "hetstream.slurm_plugin.cli", *words]
     with (tmp_path / "log").open("w") as log:
         daemon = subprocess.Popen(argv, env={**cluster.env, **environ}, stdout=log, stderr=log)

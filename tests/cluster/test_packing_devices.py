@@ -40,7 +40,7 @@ def boot_constrained(running_cluster: Any) -> Any:
 def test_slurm_22_05_gives_nobody_access_and_the_packer_says_so(boot_constrained: Any) -> None:
     with boot_constrained("host") as cluster:
         environ = {**cluster.env, "HETSTREAM_OPPORTUNISTIC_PARTITIONS": "opp"}
-        for words, code in ((["doctor"], 3), (["packer", "--once", "--lock", str(cluster.out_dir / "lock")], 1)):
+        for words, code in ((["doctor"], 3), (["gpu", "pack", "--once", "--lock", str(cluster.out_dir / "lock")], 1)):
             done = subprocess.run([HETSTREAM, *words], env=environ, capture_output=True, text=True, check=False)
             assert (done.returncode, "gres_opp.so" in done.stdout + done.stderr) == (code, True), (
                 done.stdout + done.stderr

@@ -45,8 +45,8 @@ def chain(site: Site, wait_until: WaitUntil) -> Iterator[Callable[..., str]]:
     number = site.gpu().gpu[-1]  # the other one is told to nobody, and stays free
     gpu = f"{number}=emulation:{site.sharing}/gpu{number}"
     calls = (
-        ("daemon", "--state-dir", str(site.directory / "daemon"), "--interval", "5"),
-        ("gpu", "report", "--node", "gpu0", "--gpus", gpu, "--socket", str(site.sharing / "gpu.sock")),
+        ("site", "daemon", "--state-dir", str(site.directory / "daemon"), "--interval", "5"),
+        ("internal", "gpu-report", "--node", "gpu0", "--gpus", gpu, "--socket", str(site.sharing / "gpu.sock")),
     )
     hetstream = [sys.executable, "-m", "hetstream"]
     with contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ def live(site: Site, job: CheckpointJob, chain: Callable[..., str]) -> None:
     assert "Partition=opp" in shown()
     site.wait_until(lambda: site.is_told_of(site.guaranteed), 60, "the node's word")
     lock = job.directory / "packer" / "lock"
-    placed = chain("packer", "--once", "--json", "--partition=opp", f"--lock={lock}")
+    placed = chain("gpu", "pack", "--once", "--json", "--partition=opp", f"--lock={lock}")
     assert f'"placed", "job": "{job.job_id}"' in placed
     site.pack_until(lambda: site.happened("started"), "a start beside the guaranteed job")
     job.wait_for_steps(SAVE_EVERY + 1)

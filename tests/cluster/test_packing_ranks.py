@@ -32,7 +32,7 @@ OPPORTUNISTIC = ("--partition=opp", "--comment=hetstream:gpus=2 hetstream:gpu-me
 
 
 class TwoGpus(Site):
-    """A cluster whose nodes tell of all of their GPUs, by the code of `hetstream gpu report`."""
+    """A cluster whose nodes tell of all of their GPUs, by the code of `hetstream internal gpu-report`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

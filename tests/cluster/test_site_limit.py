@@ -24,7 +24,7 @@ def test_a_starving_job_grows_as_far_as_its_share(
     """Four data workers would feed it. At first two CPUs of the pool are free, the others are held by another job."""
     address = UnixAddress(tmp_path / "socket")
     options = ["--allocate", "--pool", "cpu", "--interval", "5", "--state-dir", str(tmp_path / "state")]
-    argv = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "daemon", "--address", str(address), *options]
+    argv = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "site", "daemon", "--address", str(address), *options]
     held = ["sbatch", "--parsable", "-p", "cpu", "-N4", "-n62", "--mem-per-cpu=1", "--output=/dev/null"]
     other = devcluster.run([*held, "--wrap=sleep 600"]).stdout.strip()
     wait_until(lambda: devcluster.run(["squeue", "-hj", other, "-o", "%t"]).stdout.strip() == "R", 60)

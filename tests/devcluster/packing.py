@@ -61,7 +61,7 @@ class SharingNode:
     def coordinator(self) -> tuple[str, ...]:
         """What `hetstream` is called with to coordinate it."""
         gpus = [f"--gpu=emulation:{self.gpu_file(number)}" for number in range(self.num_gpus)]
-        return ("gpu", "coordinator", "--grants", str(self.grants), "--socket", str(self.socket), *gpus)
+        return ("internal", "coordinator", "--grants", str(self.grants), "--socket", str(self.socket), *gpus)
 
 
 def sharing_nodes(spec: ClusterSpec) -> tuple[SharingNode, ...]:

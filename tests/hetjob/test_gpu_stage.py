@@ -45,7 +45,9 @@ def gpu_options(sbatch: str, words: str) -> tuple[int, int, int, tuple[str, ...]
     """What the job master makes of a script, by way of the command line in between."""
     plan = plan_of(sbatch, f"--data-worker-partition=cpu {words}")
     assert plan.master_options is not None
-    found = _config(build_parser("master").parse_args(["master", "start", *plan.master_options])).gpu_stage
+    found = _config(
+        build_parser("internal", "master").parse_args(["internal", "master", "start", *plan.master_options])
+    ).gpu_stage
     assert found is not None
     return found.minimum, found.maximum, found.cpus, found.options
 
@@ -167,6 +169,15 @@ def test_a_data_worker_with_a_gpu_is_one_process_in_the_programs_python(tmp_path
     launcher = SlurmLauncher(MasterConfig(("/bin/hetstream",), 2, 4), slurm, job, "127.0.0.1")
     words = launcher.gpu_worker_words(2)
     service = f"file:{job.address_file}"
-    assert words == ["/bin/hetstream", "worker", "--follow-program", "--service", service, "--device", "gpu"]
+    assert words == [
+        "/bin/hetstream",
+        "internal",
+        "worker",
+        "--follow-program",
+        "--service",
+        service,
+        "--device",
+        "gpu",
+    ]
     given = SlurmLauncher(MasterConfig(("/x",), 2, 4, data_worker_program=("/bin/py",)), slurm, job, "127.0.0.1")
-    assert shlex.join(given.gpu_worker_words(2)) == f"/bin/py worker --service {service} --device gpu"
+    assert shlex.join(given.gpu_worker_words(2)) == f"/bin/py internal worker --service {service} --device gpu"

@@ -99,7 +99,7 @@ def test_a_summary_that_cannot_be_written_is_told_before_the_program_starts(
 
 def test_an_address_of_another_host_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--bind", "tcp://192.0.2.1:0", "--work-dir", str(tmp_path), "--address-file", f"{tmp_path}/address"]
-    assert main(["dispatcher", *words]) == 1
+    assert main(["internal", "dispatcher", *words]) == 1
     assert "cannot bind tcp://192.0.2.1:0: Cannot assign requested address" in (said := capsys.readouterr().err)
     assert said.endswith("This host's addresses: ip -brief address\n")
 
@@ -107,10 +107,10 @@ def test_an_address_of_another_host_is_named_as_such(tmp_path: Path, capsys: pyt
 def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     words = ["--bind", "tcp://127.0.0.1:0", "--work-dir", f"{tmp_path}/file/work", "--address-file", "address"]
-    assert main(["dispatcher", *words]) == 1
+    assert main(["internal", "dispatcher", *words]) == 1
     said = capsys.readouterr().err
     path = f"{tmp_path}/file"
-    assert said == f"hetstream dispatcher: {path}: Not a directory. Check: namei -l {path}\n"
+    assert said == f"hetstream internal dispatcher: {path}: Not a directory. Check: namei -l {path}\n"
 
 
 @pytest.mark.shows("every setting is checked at construction, all problems at once")
@@ -119,10 +119,19 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pyt
     [
         (["dispatcher", "--work-dir", "", "--address-file", "a"], "--work-dir '': must name a path"),
         (["dispatcher", "--work-dir", "w", "--address-file", ""], "--address-file '': must name a path"),
-        (["dispatcher", "--work-dir", "w", "--address-file", "."], "--address-file '.' is a directory: name a file in"),
+        (
+            ["dispatcher", "--work-dir", "w", "--address-file", "."],
+            "--address-file '.' is a directory: name a file in",
+        ),
         (["worker", "--service", "file:a", "--processes", "0"], "--processes 0: must be 1 to 4096"),
-        (["worker", "--service", "file:a", "--processes", "100000"], "--processes 100000: must be 1 to 4096"),
-        (["worker", "--service", "file:a", "--device", "gpu", "--processes", "2"], "--device gpu with --processes"),
+        (
+            ["worker", "--service", "file:a", "--processes", "100000"],
+            "--processes 100000: must be 1 to 4096",
+        ),
+        (
+            ["worker", "--service", "file:a", "--device", "gpu", "--processes", "2"],
+            "--device gpu with --processes",
+        ),
     ],
 )
 def test_options_of_the_service_that_cannot_be_meant_are_refused(
@@ -135,8 +144,8 @@ def test_options_of_the_service_that_cannot_be_meant_are_refused(
     monkeypatch.chdir(tmp_path)
     verb, *options = words
     binds = ["--bind", "tcp://127.0.0.1:0"] if verb == "dispatcher" else []
-    assert main([verb, *binds, *options]) == 2
-    assert f"hetstream {verb}: {says}" in capsys.readouterr().err
+    assert main(["internal", verb, *binds, *options]) == 2
+    assert f"hetstream internal {verb}: {says}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 
@@ -356,5 +365,5 @@ def test_a_dry_run_prints_the_commands() -> None:
     words = [HETSTREAM, "run", "--data-workers", "2", "--dry-run", "python", "train.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert [line.split()[1] for line in lines[:3]] == ["dispatcher", "worker", "worker"]
+    assert [line.split()[2] for line in lines[:3]] == ["dispatcher", "worker", "worker"]
     assert lines[3].endswith("python train.py")

@@ -205,7 +205,7 @@ def test_a_spec_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
     for text in (None, "{", '{"program": "x"}'):
         if text is not None:
             path.write_text(text)
-        with pytest.raises(MasterError, match=r"spec\.json.*`hetstream master start` writes this file"):
+        with pytest.raises(MasterError, match=r"spec\.json.*`hetstream internal master start` writes this file"):
             MasterConfig.read(path)
 
 

@@ -56,7 +56,7 @@ def test_writers_start_beside_everything_else(tmp_path: Path, wait_until: Callab
         "--het-group=0", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0",
         "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt",
     )  # fmt: skip
-    assert words[words.index(PROGRAM[1]) + 1 :] == ("ckpt", "writer")
+    assert words[words.index(PROGRAM[1]) + 1 :] == ("internal", "writer")
     job = JobEnvironment.read(slurm.environ)
     assert stat.S_IMODE(job.writers.stat().st_mode) == 0o700
     assert ready_file(job).exists()
@@ -69,7 +69,7 @@ def test_writers_start_beside_everything_else(tmp_path: Path, wait_until: Callab
 def test_writers_that_do_not_come(tmp_path: Path, case: str, text: str, wait_until: Callable[..., None]) -> None:
     more = {}
     if case == "dies":
-        (tmp_path / "die-ckpt").touch()
+        (tmp_path / "die-writer").touch()
     else:
         more["SLURM_JOB_NUM_NODES"] = "2"  # the fake starts one
     slurm = fake(tmp_path, **more)

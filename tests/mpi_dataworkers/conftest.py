@@ -51,7 +51,9 @@ class Forked:
         self.returncode: int | None = None
         self.verb = words[0]
         self._zygote = zygote
-        environment = os.environ | {"PYTHONHASHSEED": "0"}  # as `hetstream worker` would have it, and start anew for it
+        environment = os.environ | {
+            "PYTHONHASHSEED": "0"
+        }  # as `hetstream internal worker` would have it, and start anew for it
         self.pid = zygote.ask("start", words, str(log), environment, os.getcwd())
 
     def wait(self, timeout: float | None = None) -> int:
@@ -110,7 +112,7 @@ class Service:
     def start_dispatcher(self) -> None:
         work = str(self.address_file.parent)
         arguments = ("--bind", "tcp://127.0.0.1:0", "--work-dir", work, "--address-file", str(self.address_file))
-        self.dispatcher = self._begin("dispatcher.log", "dispatcher", *arguments)
+        self.dispatcher = self._begin("dispatcher.log", "internal", "dispatcher", *arguments)
 
     def kill_dispatcher(self) -> None:
         assert self.dispatcher is not None
@@ -118,7 +120,7 @@ class Service:
         self.dispatcher.wait()
 
     def start_workers(self, processes: int = 1, *options: str) -> subprocess.Popen[bytes] | Forked:
-        words = ("worker", "--service", self.name, "--processes", str(processes), *options)
+        words = ("internal", "worker", "--service", self.name, "--processes", str(processes), *options)
         registered = self.log("dispatcher").count("registered") + processes
         worker = self._begin("worker.log", *words)
         self.workers.append(worker)

@@ -204,7 +204,7 @@ def test_four_of_five_data_workers_end_and_reading_goes_on_with_one_step_outstan
 def test_who_comes_first_waits_for_the_others(service: Any, tmp_path: Path, loaders: Any, wait_until: Any) -> None:
     (tmp_path / "late").mkdir()
     late = type(service)(tmp_path / "late")
-    worker = late._start("worker.log", "worker", "--service", late.name, "--processes", "1")
+    worker = late._start("worker.log", "internal", "worker", "--service", late.name, "--processes", "1")
     late.workers.append(worker)
     late.start_dispatcher()
     try:
@@ -220,7 +220,7 @@ def test_who_comes_first_waits_for_the_others(service: Any, tmp_path: Path, load
 def test_a_data_worker_that_is_not_connected_ends_with_its_service(service: Any, wait_until: Any) -> None:
     connected = service.start_workers(1)
     service.kill_dispatcher()
-    words = ("worker", "--service", service.name)
+    words = ("internal", "worker", "--service", service.name)
     connecting = service._start("connecting.log", *words)
     service.workers.append(connecting)
     children = Path(f"/proc/{connecting.pid}/task/{connecting.pid}/children")

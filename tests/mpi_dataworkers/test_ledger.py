@@ -234,7 +234,7 @@ def one_schedule(run: Run, seed: int, events: int) -> None:
     def join() -> None:
         if sum(worker.poll() is None for worker in service.workers) < 3:
             service.workers.append(
-                service._start("worker.log", "worker", "--service", service.name, "--processes", "1")
+                service._start("worker.log", "internal", "worker", "--service", service.name, "--processes", "1")
             )
 
     def end_a_worker(number: signal.Signals) -> None:

@@ -77,7 +77,7 @@ def test_the_conformance_suite_holds_for_mpi() -> None:
 def service_words(service: Any, directory: Path, trainers: int, bad: int) -> list[str]:
     (directory / "train.py").write_text(PROGRAM)
     trainer = ["-n", str(trainers), sys.executable, str(directory / "train.py"), str(directory), str(bad)]
-    return [*trainer, ":", "-n", "2", str(BIN / "hetstream"), "worker", "--mpi", "--service", service.name]
+    return [*trainer, ":", "-n", "2", str(BIN / "hetstream"), "internal", "worker", "--mpi", "--service", service.name]
 
 
 def test_trainers_and_data_workers_are_ranks_of_one_world(service: Any, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_trainers_that_nobody_numbers_are_counted(service: Any, tmp_path: Path) 
 def test_a_process_alone_in_its_world_is_told_so(service: Any, tmp_path: Path) -> None:
     """As under another MPI's launcher, or srun without --mpi: each rank is a world of its own."""
     way_out = "Start trainers and data workers by one launch, `mpiexec ... : ...`"
-    words = [str(BIN / "hetstream"), "worker", "--mpi", "--service", service.name]
+    words = [str(BIN / "hetstream"), "internal", "worker", "--mpi", "--service", service.name]
     worker = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert worker.returncode == 1
     assert "this data worker is alone in its MPI world" in worker.stderr
@@ -168,7 +168,7 @@ def test_mpi_is_used_only_where_it_was_asked_for() -> None:
 
 def test_a_rank_is_one_process() -> None:
     done = subprocess.run(
-        [str(BIN / "hetstream"), "worker", "--mpi", "--processes", "2", "--service", "file:x"],
+        [str(BIN / "hetstream"), "internal", "worker", "--mpi", "--processes", "2", "--service", "file:x"],
         capture_output=True,
         text=True,
         check=False,

@@ -38,7 +38,7 @@ CODES = {
 @pytest.mark.parametrize("end", CODES)
 def test_an_end_is_the_programs(service: Any, tmp_path: Path, end: str, trainers: int) -> None:
     program = [str(BIN / "python"), str(PROGRAMS / "mpi_ends.py"), end, str(tmp_path), str(trainers)]
-    worker = [str(BIN / "hetstream"), "worker", "--mpi", "--service", service.name]
+    worker = [str(BIN / "hetstream"), "internal", "worker", "--mpi", "--service", service.name]
     before = set(Path("/dev/shm").glob("mpich_shm_*"))
     try:
         done = in_world(

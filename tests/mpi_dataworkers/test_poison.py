@@ -632,5 +632,5 @@ import os, sys
 from pathlib import Path
 (Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
 from hetstream.slurm_plugin.cli import main
-sys.exit(main(["worker", *sys.argv[2:]]))
+sys.exit(main(["internal", "worker", *sys.argv[2:]]))
 """

@@ -234,7 +234,7 @@ def test_a_pipeline_crosses_a_slow_link_once_for_all_processes(service: Any, tmp
     far = service.address_file.with_name("far")
     with open(os.open(far, os.O_CREAT | os.O_WRONLY, 0o600), "w") as stream:
         json.dump(fields | {"address": f"{host}:{link.port}"}, stream)
-    worker = service._begin("worker.log", "worker", "--service", f"file:{far}", "--processes", "3")
+    worker = service._begin("worker.log", "internal", "worker", "--service", f"file:{far}", "--processes", "3")
     service.workers.append(worker)
     try:
         wait_until(lambda: service.log("dispatcher").count("registered") == 3, 30, "three data workers")

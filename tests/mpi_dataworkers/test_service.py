@@ -498,7 +498,7 @@ def test_a_wrong_key_is_refused_on_both_sides(service: Any, tmp_path: Path, wait
     changes = {"client_public_key": public, "client_secret_key": secret}
     foreign.write_text(json.dumps(fields | changes))
     foreign.chmod(0o600)
-    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "worker", "--service", f"file:{foreign}"]
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "internal", "worker", "--service", f"file:{foreign}"]
     # At the same time: either believes it after seconds.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
         with pytest.raises(AuthenticationError, match="refused the key in the address file"):
@@ -551,7 +551,15 @@ def test_damaged_state_is_refused_and_named(service: Any, wait_until: Any) -> No
 
 @pytest.mark.shows("a dispatcher needs a work directory: there is always a journal")
 def test_a_dispatcher_needs_a_work_dir() -> None:
-    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "dispatcher", "--bind", "tcp://127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "hetstream.slurm_plugin.cli",
+        "internal",
+        "dispatcher",
+        "--bind",
+        "tcp://127.0.0.1:0",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "required: --work-dir, --address-file" in result.stderr

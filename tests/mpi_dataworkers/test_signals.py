@@ -214,7 +214,7 @@ for batch in DataLoader(HangingWithFlag(100, 40, how, Path(flag)), batch_size=4,
 def test_a_data_worker_ends_in_every_phase(
     service: Any, start: Any, number: signal.Signals, tmp_path: Path, wait_until: Any
 ) -> None:
-    absent = start([HETSTREAM, "worker", "--service", f"file:{tmp_path / 'nowhere'}"], "absent")
+    absent = start([HETSTREAM, "internal", "worker", "--service", f"file:{tmp_path / 'nowhere'}"], "absent")
     busy = [service.start_workers(2), service.start_workers(2)]
     for how in ("sleeps", "holds"):
         flag = tmp_path / f"{how}.flag"

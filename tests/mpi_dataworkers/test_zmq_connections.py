@@ -166,7 +166,7 @@ def test_a_thousand_data_workers_that_start_at_once_all_get_in(request: pytest.F
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] < 8192:
         pytest.skip("this process may not have 8,192 descriptors: ulimit -Hn")
-    take_all_descriptors()  # as `hetstream dispatcher` does
+    take_all_descriptors()  # as `hetstream internal dispatcher` does
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
     endpoint = ZmqDispatcherEndpoint("tcp://127.0.0.1:0", SERVER_SECRET, SERVER_PUBLIC, CLIENT_PUBLIC)
     argv = [sys.executable, "-c", HERD, endpoint.address, SERVER_PUBLIC, CLIENT_PUBLIC, CLIENT_SECRET, "1000"]

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from recorded import Recorded, hours_ago, job
 
+from hetstream.slurm_plugin.cli import main
+
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")
 READING = ("frag", "jobs", "why 41", "util", "advise", "doctor")
-ASKING = (*READING, "report", "migrate 41", "daemon --dry-run")
+ASKING = (*READING, "report", "migrate 41", "site daemon --dry-run")
 TABLES = {
     "frag": "nodes", "jobs": "jobs", "why": "blockers", "util": "groups", "advise": "advice", "doctor": "findings",
 }  # fmt: skip
@@ -247,16 +249,43 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
     assert cluster.run("frag").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("packer --once", "hetstream: packer is no verb. Did you mean gpu pack?"),
+        ("explain train.py", "hetstream: explain is no verb. Did you mean run --explain?"),
+        ("install --prefix /usr", "hetstream: install is no verb. Did you mean site install?"),
+        ("worker", "hetstream: worker is no verb. Did you mean internal worker?"),
+        ("simulat", "hetstream: simulat is no verb. Did you mean simulate?"),
+        ("gpu job", "hetstream gpu: job is no action. Did you mean jobs?"),
+        ("site nothing-like-it", "hetstream site: nothing-like-it is no action. See: hetstream site --help"),
+    ],
+)
+def test_a_word_that_is_no_verb_is_answered_with_what_does_it(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_the_list_of_verbs_has_three_groups_and_no_internals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^(\w.*):$", shown, re.MULTILINE) == ["your job", "the cluster", "for the admin"]
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    assert "internal" not in shown
+
+
 @pytest.mark.shows("the command starts without torch and without the data plane")
 @pytest.mark.parametrize(
     ("verbs", "heavy"),
     [
         # Each program that shares a GPU begins with one.
-        (("gpu run", "gpu coordinator", "gpu emulate", "ckpt ls", "ckpt writer"), []),
+        (("gpu run", "internal coordinator", "internal gpu-emulate", "ckpt ls", "internal writer"), []),
         # Those look at thousands of nodes for thousands of shapes, as arrays.
         (("frag", "jobs", "why", "advise", "report"), ["numpy"]),
         # Those are quick, and `filter` runs at each sbatch.
-        (("util", "doctor", "convert", "sbatch", "filter"), []),
+        (("util", "doctor", "convert", "sbatch", "internal filter"), []),
     ],
 )
 def test_no_reading_command_imports_torch_or_the_data_plane(verbs: tuple[str, ...], heavy: list[str]) -> None:

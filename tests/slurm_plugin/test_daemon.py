@@ -228,7 +228,7 @@ def test_the_questions_of_one_user_have_a_rate(local: RunningDaemon, wait_until:
 
 def test_without_munge_there_is_no_daemon_over_tcp(tmp_path: Path, slurm: Recorded) -> None:
     """As on a cluster with auth/slurm: nobody could say who asks."""
-    argv = [sys.executable, str(AS_USER), str(os.geteuid()), "daemon", "--state-dir", str(tmp_path / "state")]
+    argv = [sys.executable, str(AS_USER), str(os.geteuid()), "site", "daemon", "--state-dir", str(tmp_path / "state")]
     argv += ["--address", f"tcp://{os.geteuid()}@127.0.0.1:0"]
     env = {"PATH": str(slurm.directory), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -242,12 +242,12 @@ def test_what_the_command_says(
     local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = local.directory / "state"
-    done = slurm.run(f"daemon --dry-run --allocate --state-dir {state} --address {local.address}")
+    done = slurm.run(f"site daemon --dry-run --allocate --state-dir {state} --address {local.address}")
     assert done.returncode == 0, done.stderr
     assert "would allocate as user id" in done.stdout
     assert "would divide 88 CPUs of cpu among 0 job(s), and tell them" in done.stdout
     assert not state.exists(), "a dry run leaves nothing"
-    alone = slurm.run(f"daemon status --address {local.address}")
+    alone = slurm.run(f"site status --address {local.address}")
     assert alone.returncode == 1
     assert (
         "does not answer: No such file or directory. Does it run there? --address or HETSTREAM_DAEMON" in alone.stderr
@@ -255,24 +255,24 @@ def test_what_the_command_says(
     local.start(wait_until)
     local.wait_for_reading(wait_until)
     wait_until(lambda: limit_of(local, demand(1, wanted=20)) == 11)
-    status = slurm.run(f"daemon status --json --address {local.address}")
+    status = slurm.run(f"site status --json --address {local.address}")
     report = json.loads(status.stdout)
     assert report["summary"]["mode"] == "allocate"
     assert report["jobs"][0]["reason"] == "11 of 20: 88 CPUs are shared by 1 job(s), its weight is 4"
-    assert "11 of 20" in slurm.run(f"daemon status --address {local.address}").stdout
-    done = slurm.run(f"daemon -n --json --state-dir {state} --address {local.address}")
+    assert "11 of 20" in slurm.run(f"site status --address {local.address}").stdout
+    done = slurm.run(f"site daemon -n --json --state-dir {state} --address {local.address}")
     assert json.loads(done.stdout)["jobs"][0]["limit"] == 11
     for line, text in (
-        (f"daemon --state-dir {state} --address unix:/tmp/other", "is in use by the daemon with process id"),
+        (f"site daemon --state-dir {state} --address unix:/tmp/other", "is in use by the daemon with process id"),
         (
-            f"daemon --state-dir {local.directory}/two --address {local.address}",
+            f"site daemon --state-dir {local.directory}/two --address {local.address}",
             "is in use by another daemon. Stop that one, or give another --address",
         ),
-        (f"daemon --state-dir {local.directory}/two --address tcp://12345@127.0.0.1:0", "is for user 12345 alone"),
-        (f"daemon --state-dir {local.directory}/two --address here", "must be unix:/PATH"),
-        (f"daemon --dry-run --pool gone --state-dir {state}", "--pool: no partition gone"),
-        (f"daemon --json --state-dir {state}", "--json and --csv are for --dry-run and status"),
-        (f"daemon --interval 1 --state-dir {state}", "must be at least 5 seconds"),
+        (f"site daemon --state-dir {local.directory}/two --address tcp://12345@127.0.0.1:0", "is for user 12345 alone"),
+        (f"site daemon --state-dir {local.directory}/two --address here", "must be unix:/PATH"),
+        (f"site daemon --dry-run --pool gone --state-dir {state}", "--pool: no partition gone"),
+        (f"site daemon --json --state-dir {state}", "--json and --csv are for --dry-run"),
+        (f"site daemon --interval 1 --state-dir {state}", "must be at least 5 seconds"),
     ):
         done = slurm.run(line)
         assert done.returncode in (1, 2), line

@@ -1,4 +1,4 @@
-"""`hetstream explain`: what of a program's forward could move, as table, JSON and drawing."""
+"""`hetstream run --explain`: what of a program's forward could move, as table, JSON and drawing."""
 
 from __future__ import annotations
 
@@ -63,13 +63,15 @@ def test_a_forward_that_was_not_captured_is_a_reason() -> None:
     assert lines == ["the model: it reads a file (train.py:3)", "", "no operators"]
 
 
-def test_a_program_is_run_for_three_steps() -> None:
-    words = ["explain", "--json", "--offload", "all", "--", "-m", "benchmarks.partition_programs"]
+def test_a_program_is_run_for_three_steps(tmp_path: Path) -> None:
+    words = ["run", "--data-workers=4", "--explain", "--json", str(tmp_path / "found.json"), "--offload", "all", "--"]
+    program = [sys.executable, "-m", "benchmarks.partition_programs", "dlrm"]
     done = subprocess.run(
-        [HETSTREAM, *words, "dlrm"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [HETSTREAM, *words, *program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    assert done.stdout.startswith("Dlrm: ")
+    answer = json.loads((tmp_path / "found.json").read_text())
     assert answer["summary"]["module"] == "Dlrm"
     sides = {row["operator"]: row["side"] for row in answer["operators"]}
     assert (sides["clamp"], sides["_C._nn.linear"]) == ("data worker", "trainer")
@@ -78,9 +80,8 @@ def test_a_program_is_run_for_three_steps() -> None:
 
 def test_a_program_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('nothing')\n")
-    done = subprocess.run(
-        [HETSTREAM, "explain", str(tmp_path / "train.py")], capture_output=True, text=True, timeout=60, check=False
-    )
+    argv = [HETSTREAM, "run", "--data-workers=4", "--explain", sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "ended with exit code 0 before a model had been trained for three steps" in done.stderr
     assert done.stdout == ""

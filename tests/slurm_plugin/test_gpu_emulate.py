@@ -1,4 +1,4 @@
-"""`hetstream gpu emulate`: what it makes, and what it leaves alone."""
+"""`hetstream internal gpu-emulate`: what it makes, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_it_says_the_one_name_of_what_it_has_made(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path / "link")
-    assert main(["gpu", "emulate", "./gpu0", "--memory-mib", "3"]) == 0
+    assert main(["internal", "gpu-emulate", "./gpu0", "--memory-mib", "3"]) == 0
     assert capsys.readouterr().out == f"emulated GPU: emulation:{tmp_path}/gpu0\n"
     with closing(EmulatedGpuFile(tmp_path / "gpu0")) as gpu:
         assert gpu.capacity_bytes == 3 * MIB
@@ -31,8 +31,10 @@ def test_it_says_the_one_name_of_what_it_has_made(
 
 def left_alone(path: Path, capsys: pytest.CaptureFixture[str], advice: str) -> None:
     before = path.read_bytes() if path.exists() else None
-    assert main(["gpu", "emulate", str(path)]) == 2
-    assert capsys.readouterr().err.splitlines() == [f"hetstream gpu: {path} is there, and is not overwritten. {advice}"]
+    assert main(["internal", "gpu-emulate", str(path)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"hetstream internal gpu-emulate: {path} is there, and is not overwritten. {advice}"
+    ]
     assert (path.read_bytes() if path.exists() else None) == before
 
 
@@ -40,9 +42,9 @@ def test_a_coordinator_of_a_gpu_that_is_not_there_says_what_makes_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = f"emulation:{tmp_path}/gpu0"
-    assert main(["gpu", "coordinator", "--own-jobs", "--socket", f"{tmp_path}/gpu.sock", "--gpu", gpu]) == 2
+    assert main(["internal", "coordinator", "--own-jobs", "--socket", f"{tmp_path}/gpu.sock", "--gpu", gpu]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("Make one: hetstream gpu emulate FILE")
+    assert line.endswith("Make one: hetstream internal gpu-emulate FILE")
 
 
 def test_a_gpu_that_is_there_stays_with_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +73,7 @@ def test_what_is_no_gpu_stays_as_it_is(tmp_path: Path, what: str, capsys: pytest
         path.mkdir()
     else:
         path.symlink_to("elsewhere")
-    assert main(["gpu", "emulate", str(path)]) == 2
+    assert main(["internal", "gpu-emulate", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{path} is there, and is not overwritten. It is no emulated GPU: give another name")
     assert what != "file" or path.read_text() == "results of a year"
@@ -83,7 +85,7 @@ def test_a_full_disk_leaves_no_half_of_a_gpu(tmp_path: Path, capsys: pytest.Capt
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
-        assert main(["gpu", "emulate", str(tmp_path / "gpu0")]) == 2
+        assert main(["internal", "gpu-emulate", str(tmp_path / "gpu0")]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     assert "cannot be made: File too large" in capsys.readouterr().err
@@ -103,7 +105,7 @@ def test_what_cannot_be_made_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], problem: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["gpu", "emulate", *argv]) == 2
+    assert main(["internal", "gpu-emulate", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert problem in line
     assert list(tmp_path.iterdir()) == []

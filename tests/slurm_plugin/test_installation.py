@@ -1,4 +1,4 @@
-"""`hetstream install` and `uninstall`: a machine that was used before is byte for byte what it was."""
+"""`hetstream site install` and `uninstall`: a machine that was used before is byte for byte what it was."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Machine:
         (self.slurm / "slurm.conf").write_text("ClusterName=x\nJobSubmitPlugins=all_partitions,lua\n")
 
     def install(self, *words: str) -> int:
-        return main(["install", "--prefix", str(self.prefix), "--slurm-dir", str(self.slurm), *words])
+        return main(["site", "install", "--prefix", str(self.prefix), "--slurm-dir", str(self.slurm), *words])
 
     def uninstall(self, *words: str) -> int:
-        return main(["uninstall", "--force", "--prefix", str(self.prefix), *words])
+        return main(["site", "uninstall", "--force", "--prefix", str(self.prefix), *words])
 
     def state(self) -> dict[str, tuple[int, str]]:
         """Every file and directory with its mode and content."""
@@ -67,11 +67,11 @@ def test_scripts_that_nodes_run_are_executable_and_stay_while_slurm_runs_them(
     assert f"settings={machine.prefix}/etc/hetstream/packing.env" in prolog.read_text()
     conf.write_text(f"ClusterName=x\nProlog={prolog}\n")
     before = machine.state()
-    assert main(["uninstall", "--prefix", str(machine.prefix)]) == 1
+    assert main(["site", "uninstall", "--prefix", str(machine.prefix)]) == 1
     assert f"slurm.conf has Prolog={prolog}" in capsys.readouterr().err
     assert machine.state() == before
     conf.write_text("ClusterName=x\n")
-    assert main(["uninstall", "--prefix", str(machine.prefix)]) == 0
+    assert main(["site", "uninstall", "--prefix", str(machine.prefix)]) == 0
     assert not prolog.exists()
 
 
@@ -114,7 +114,7 @@ def test_what_slurm_conf_still_asks_for_stays(machine: Machine, capsys: pytest.C
     def refused() -> str:
         capsys.readouterr()
         for words in ((), ("--dry-run",)):
-            assert main(["uninstall", "--prefix", str(machine.prefix), *words]) == 1
+            assert main(["site", "uninstall", "--prefix", str(machine.prefix), *words]) == 1
         assert machine.state() == {**installed, "slurm/slurm.conf": machine.state()["slurm/slurm.conf"]}
         return capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_what_slurm_conf_still_asks_for_stays(machine: Machine, capsys: pytest.C
     assert "CliFilterPlugins=lua" in refused()
     conf.write_text("include more.conf\nCliFilterPlugins=user_defaults\n#CliFilterPlugins=lua\n")
     (machine.slurm / "more.conf").unlink()
-    assert main(["uninstall", "--prefix", str(machine.prefix)]) == 0
+    assert main(["site", "uninstall", "--prefix", str(machine.prefix)]) == 0
     assert sorted(path.name for path in machine.slurm.iterdir()) == ["slurm.conf"]
 
 
@@ -244,11 +244,11 @@ def test_json_says_the_same(machine: Machine, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")
 def test_bad_input_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["install", "--prefix", str(machine.prefix), "--slurm-dir", "/none"]) == 2
+    assert main(["site", "install", "--prefix", str(machine.prefix), "--slurm-dir", "/none"]) == 2
     assert "--slurm-dir=/none: no such directory" in capsys.readouterr().err
-    assert main(["install", "--prefix", '/tmp/a"b', "--slurm-dir", str(machine.slurm)]) == 2
+    assert main(["site", "install", "--prefix", '/tmp/a"b', "--slurm-dir", str(machine.slurm)]) == 2
     assert "cannot stand in the paths of Lua files" in capsys.readouterr().err
-    assert main(["install", "--prefix", "/dev/null/x"]) == 1
+    assert main(["site", "install", "--prefix", "/dev/null/x"]) == 1
     said = capsys.readouterr().err
     assert "Not a directory. Check: namei -l /dev/null/x" in said
     assert said.count("\n") == 1
@@ -256,7 +256,7 @@ def test_bad_input_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[s
     (machine.prefix / RECORD).write_text("{}")
     capsys.readouterr()
     assert machine.uninstall() == 1
-    assert "is not a record of hetstream install" in capsys.readouterr().err
+    assert "is not a record of hetstream site install" in capsys.readouterr().err
 
 
 @needs("groff")
@@ -283,8 +283,9 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     assert complete("con") == {"convert"}
     assert complete("frag", "--js") == {"--json"}
     assert complete("sbatch", "--data-worker-pa") == {"--data-worker-partition"}
-    assert {"coordinator", "run", "emulate"} <= complete("gpu", "")
-    assert {"--grants", "--own-jobs"} <= complete("gpu", "coordinator", "--")
+    assert {"jobs", "run", "suspend"} <= complete("gpu", "")
+    assert {"--quotas", "--shared-lock"} <= complete("gpu", "pack", "--")
+    assert complete("int") == set()
 
 
 @pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")

@@ -237,7 +237,8 @@ def test_the_trail_of_a_job_whose_directory_is_elsewhere(site: Site, elsewhere: 
         site.tool("scontrol", "exit 1")
         site.environ["HETSTREAM_JOBS_DIR"] = str(elsewhere)
     else:
-        line = f"_hetstream=$(/opt/hetstream master start --data-workers=1 --jobs-dir={elsewhere} -- --partition=a) ||"
+        options = f"--data-workers=1 --jobs-dir={elsewhere} -- --partition=a"
+        line = f"_hetstream=$(/opt/hetstream internal master start {options}) ||"
         site.tool("scontrol", f'[ "$*" = "write batch_script 7 -" ] || exit 1\ncat <<"END"\n#!/bin/bash\n{line}\nEND')
     assert site.run("logs", "--path", "7+0", "master").stdout == f"{site.job / 'master.log'}\n"
     assert json.loads(site.run("summary", "--json", "7").stdout) == SUMMARY

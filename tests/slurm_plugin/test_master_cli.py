@@ -1,4 +1,4 @@
-"""`hetstream master start`: what a script's own environment becomes."""
+"""`hetstream internal master start`: what a script's own environment becomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_program_is_told_what_of_its_forward_may_move(
 
     monkeypatch.setattr(master, "start", start)
     monkeypatch.delenv("HETSTREAM_OFFLOAD", raising=False)
-    assert main(["master", "start", "--data-workers=2", "--data-worker-cpus=4", *options]) == 0
+    assert main(["internal", "master", "start", "--data-workers=2", "--data-worker-cpus=4", *options]) == 0
     printed = capsys.readouterr().out
     assert "export HETSTREAM_SERVICE=file:/jobs/7/address" in printed
     assert exported in printed

@@ -117,16 +117,16 @@ def test_the_command_is_found_where_pip_has_put_it(tmp_path: Path, monkeypatch: 
 
 def test_what_a_package_places_lies_below_another_root(tmp_path: Path) -> None:
     hetstream = Path(sys.executable).with_name("hetstream")
-    told = run(hetstream, "install", "--prefix", "/usr", "--destdir", tmp_path, "--dry-run")
+    told = run(hetstream, "site", "install", "--prefix", "/usr", "--destdir", tmp_path, "--dry-run")
     assert list(tmp_path.iterdir()) == []
-    assert run(hetstream, "install", "--prefix", "/usr", "--destdir", tmp_path) == told.replace("would ", "")
+    assert run(hetstream, "site", "install", "--prefix", "/usr", "--destdir", tmp_path) == told.replace("would ", "")
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {f"etc/hetstream/{name}" for name in ("policy.lua", "daemon.env", "exporter.env", "packing.env")} < files
     assert {"usr/share/hetstream/lua/cli_filter.lua", "usr/share/man/man1/hetstream.1"} < files
     assert not [name for name in files if name.startswith("usr/etc") or name.endswith("install.json")]
     unit = (tmp_path / "usr/lib/systemd/system/hetstreamd.service").read_text()
     assert "\nEnvironmentFile=-/etc/hetstream/daemon.env\n" in unit
-    assert f'\nExecStart="{hetstream}" daemon ' in unit
+    assert f'\nExecStart="{hetstream}" site daemon ' in unit
     assert str(tmp_path) not in "".join((tmp_path / name).read_text() for name in files)
 
 
@@ -200,8 +200,8 @@ def test_the_wheel_works_in_a_fresh_environment(dist: Path, fresh: Path, tmp_pat
     assert Path(where.strip()).is_relative_to(fresh)
     assert "data workers" in run(hetstream, "--help", env=env, cwd=tmp_path)
     assert run(hetstream, "--version", env=env, cwd=tmp_path) == f"hetstream {version_of(dist)}\n"
-    assert run(fresh / "bin/hetstreamd", "--help", env=env, cwd=tmp_path).startswith("usage: hetstream daemon")
-    planned = run(hetstream, "install", "--prefix", tmp_path / "usr", "--dry-run", env=env, cwd=tmp_path)
+    assert run(fresh / "bin/hetstreamd", "--help", env=env, cwd=tmp_path).startswith("usage: hetstream site daemon")
+    planned = run(hetstream, "site", "install", "--prefix", tmp_path / "usr", "--dry-run", env=env, cwd=tmp_path)
     assert f"would create {tmp_path}/usr/share/hetstream/lua/cli_filter.lua\n" in planned
     (tmp_path / "train.py").write_text(QUICK_START)
     said = run(hetstream, "run", "--data-workers", "2", "python", "train.py", env=env, cwd=tmp_path)
@@ -242,7 +242,7 @@ def test_the_rpm_is_built_and_holds_what_a_site_installs(dist: Path, tmp_path: P
     root.mkdir()
     run("rpm", "-i", "--nodeps", "--root", root, rpm)
     unit = (root / "usr/lib/systemd/system/hetstreamd.service").read_text()
-    assert '\nExecStart="/opt/hetstream/bin/hetstream" daemon ' in unit
+    assert '\nExecStart="/opt/hetstream/bin/hetstream" site daemon ' in unit
     files = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
     assert [path for path in files if bytes(top) in path.read_bytes()] == [], "nothing says where it was built"
 
@@ -259,7 +259,7 @@ def test_easybuild_builds_the_easyconfig(dist: Path, tmp_path: Path) -> None:
     build = (
         f'. {LMOD}; eb --allow-use-as-root-and-accept-consequences --sourcepath="$1" --prefix="$2" "$3" >&2 &&'
         ' module use "$2/modules/all" && module load hetstream && command -v hetstream && hetstream --version &&'
-        ' echo "path: $PYTHONPATH" && hetstream install --prefix "$2/usr" --dry-run'
+        ' echo "path: $PYTHONPATH" && hetstream site install --prefix "$2/usr" --dry-run'
     )
     easyconfig = dist / f"hetstream-{version_of(dist)}.eb"
     said = run("bash", "-c", build, "bash", dist, tmp_path / "eb", easyconfig, env=env, cwd=tmp_path, timeout_s=600)

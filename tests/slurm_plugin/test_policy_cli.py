@@ -1,4 +1,4 @@
-"""`hetstream policy` and a real daemon: who may set what, what is told of it, and what is remembered of decisions."""
+"""`hetstream site policy` and a real daemon: who may set what, what is told of it, and what is remembered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def limit(daemon: RunningDaemon, question: ReportDemand) -> int | None:
 
 
 def policy(slurm: Recorded, daemon: RunningDaemon, words: str) -> subprocess.CompletedProcess[str]:
-    done: subprocess.CompletedProcess[str] = slurm.run(f"policy {words} --address {daemon.address}")
+    done: subprocess.CompletedProcess[str] = slurm.run(f"site policy {words} --address {daemon.address}")
     return done
 
 
@@ -67,19 +67,19 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
     one = report(1, 11, (SpeedPoint(8, 11, 10.0),), steps=100_000.0)
     two = report(2, 11, (SpeedPoint(8, 11, 10.0),), steps=100.0)
     wait_until(lambda: (limit(local, one), limit(local, two)) == (9, 2))
-    shown = json.loads(policy(slurm, local, "show --json").stdout)
+    shown = json.loads(policy(slurm, local, "--json").stdout)
     assert shown["summary"]["settings"]["policy"] == "share"
     assert {row["job"]: (row["limit"], row["remaining_source"]) for row in shown["jobs"]} == {
         "1": (9, "directive"), "2": (2, "directive"),
     }  # fmt: skip
 
-    planned = policy(slurm, local, "set srtf --floor 0 --dry-run")
+    planned = policy(slurm, local, "srtf --floor 0 --dry-run")
     assert planned.returncode == 0, planned.stderr
     assert "policy srtf, if it were set: 88 CPUs; jobs are told" in planned.stdout
     assert [limit(local, one), limit(local, two)] == [9, 2]
     assert local.log.count("policy=srtf: set") == 0
 
-    done = json.loads(policy(slurm, local, "set srtf --floor 0 --json").stdout)
+    done = json.loads(policy(slurm, local, "srtf --floor 0 --json").stdout)
     assert {row["job"]: (row["before"], row["after"]) for row in done["decisions"]} == {"1": (9, 0), "2": (2, 11)}
     assert [limit(local, one), limit(local, two)] == [0, 11]
     assert "policy=srtf: set" in local.log
@@ -88,35 +88,37 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
     local.start(wait_until)
     local.wait_for_reading(wait_until)
     assert remembered_settings(local.directory / "state") == PolicySettings("srtf", 0.0)
-    story = json.loads(policy(slurm, local, "explain 2 --json").stdout)
+    story = json.loads(policy(slurm, local, "--job 2 --json").stdout)
     assert story["decisions"][0]["policy"] == "srtf"
     assert [(row["before"], row["after"]) for row in story["decisions"]] == [(2, 11), (None, 2)]
-    text = policy(slurm, local, "explain 2").stdout
+    text = policy(slurm, local, "--job 2").stdout
     assert "remaining work: 0:00:10 at full speed by --total-steps of the script" in text
     assert "all that it wants: 11" in text
     assert "2 of 11: 88 CPUs are shared by 2 job(s), its weight is 1" in text
 
-    done = policy(slurm, local, "set srtf --user-cap 16 --tenant-cap nobody=8 --network-gbps 25")
+    done = policy(slurm, local, "srtf --user-cap 16 --tenant-cap nobody=8 --network-gbps 25")
     assert "network: data workers may use 50% of each node's 25 Gb/s" in done.stdout
     assert "caps: user each at most 16 CPUs; tenant nobody at most 8 CPUs" in done.stdout
     wait_until(lambda: (limit(local, one), limit(local, two)) == (0, 2))
-    assert "its user may have 16 CPUs" in policy(slurm, local, "explain 2").stdout
-    assert "caps: none" in policy(slurm, local, "set srtf --user-cap none --tenant-cap nobody=none").stdout
+    assert "its user may have 16 CPUs" in policy(slurm, local, "--job 2").stdout
+    assert "caps: none" in policy(slurm, local, "srtf --user-cap none --tenant-cap nobody=none").stdout
 
     for words, code, said in (
-        ("set srtf --floor 7", 2, "floor"),
-        ("set srtf --network-share 7", 2, "network_share"),
-        ("set srtf --network-gbps nan", 2, "--network-gbps=nan: must be a finite number"),
-        ("set srtf --user-cap all", 2, "--user-cap=all: must be CPUS, NAME=CPUS, NAME=none or none"),
-        ("explain 9", 1, "knows nothing of job 9"),
-        ("explain 9+1", 2, "is no job id"),
-        ("show --last 5000", 2, "--last=5000: must be 0 to 1000"),
+        ("srtf --floor 7", 2, "floor"),
+        ("srtf --network-share 7", 2, "network_share"),
+        ("srtf --network-gbps nan", 2, "--network-gbps=nan: must be a finite number"),
+        ("srtf --user-cap all", 2, "--user-cap=all: must be CPUS, NAME=CPUS, NAME=none or none"),
+        ("--job 9", 1, "knows nothing of job 9"),
+        ("--job 9+1", 2, "is no job id"),
+        ("srtf --job 2", 2, "--job=2: a policy is set for all jobs"),
+        ("--floor 0.2", 2, "--floor: name the policy that it is for"),
+        ("--last 5000", 2, "--last=5000: must be 0 to 1000"),
     ):
         done = policy(slurm, local, words)
         assert done.returncode == code, (words, done.stderr)
         assert said in done.stderr
     assert local.end() == 0
-    assert policy(slurm, local, "show").returncode == 1
+    assert policy(slurm, local, "").returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_a_daemon_that_observes_says_what_it_would_have_done(
     assert isinstance(answer, ShowPolicy)
     assert [(one.job, one.after, one.is_told) for one in answer.decisions] == [("1", 11, False)]
     assert "job=1 would-be-limit=11 before=None: 11 of 20" in local.log
-    assert "jobs are not told: the daemon observes" in policy(slurm, local, "show").stdout
+    assert "jobs are not told: the daemon observes" in policy(slurm, local, "").stdout
     assert local.end() == 0
 
 
@@ -211,12 +213,12 @@ def test_decisions_are_bounded_and_told_by_job_and_user(tmp_path: Path) -> None:
 )
 def test_settings_that_no_daemon_could_read_are_refused(word: str, said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        changed(PolicySettings(), build_parser("policy").parse_args(["policy", "set", "srtf", word]))
+        changed(PolicySettings(), build_parser("site", "policy").parse_args(["site", "policy", "srtf", word]))
 
 
 @pytest.mark.parametrize("job", ["²", "9" * 20, "-", "1+0", ""])
 def test_what_is_no_job_id_is_not_asked_for(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["policy", "explain", "--address", "unix:/nowhere/daemon.sock", "--", job]) == 2
+    assert main(["site", "policy", "--address", "unix:/nowhere/daemon.sock", f"--job={job}"]) == 2
     assert "is no job id: write the number alone" in capsys.readouterr().err
 
 

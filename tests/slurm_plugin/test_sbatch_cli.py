@@ -80,7 +80,7 @@ def test_a_script_with_directives_is_converted(shell: Shell) -> None:
     assert not os.path.exists(words[1])
     assert words[2:] == ["--epochs", "3", "-c", "x"]
     assert "#SBATCH hetjob\n#SBATCH --partition=cpu --cpus-per-task=4 --ntasks=2\n" in str(script)
-    assert f"{Path(sys.executable).with_name('hetstream')} master start" in str(script)
+    assert f"{Path(sys.executable).with_name('hetstream')} internal master start" in str(script)
 
 
 def test_the_exit_code_is_sbatchs(shell: Shell) -> None:
@@ -452,6 +452,7 @@ def test_the_plan_of_the_filter_has_the_bytes_of_the_command_line(tmp_path: Path
             sys.executable,
             "-m",
             "hetstream.slurm_plugin.cli",
+            "internal",
             "filter",
             "",
             "job.sbatch",

@@ -57,7 +57,7 @@ callback._checkpointer.close()
 PROGRAMS = {
     "features as machine code": [sys.executable, "-c", LIBRARY],
     "a converted script": [HETSTREAM, "sbatch", "train.sbatch"],
-    "the script of plain sbatch": [HETSTREAM, "filter", "", "train.sbatch", "train.sbatch"],
+    "the script of plain sbatch": [HETSTREAM, "internal", "filter", "", "train.sbatch", "train.sbatch"],
     "the script of a job that moves": [sys.executable, "-c", BATCH_SCRIPT],
     "the script that hetstream migrate submits": [sys.executable, "-c", MIGRATE],
     "the folder from which transformers resume": [sys.executable, "-c", RESUME],

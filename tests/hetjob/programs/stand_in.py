@@ -1,6 +1,6 @@
 """Stands in for the `hetstream` command in tests of the job master: starts in milliseconds, without the data plane.
 
-`dispatcher`, `worker` and `ckpt writer` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file
+`dispatcher`, `worker` and `writer` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file
 `die-VERB` in the working directory makes that verb exit with 9 at once; every start is noted in `started`.
 """
 
@@ -26,7 +26,8 @@ def until_terminated() -> None:
     signal.sigwait({signal.SIGTERM})
 
 
-verb = sys.argv[1]
+assert sys.argv[1] == "internal"
+verb = sys.argv[2]
 with open("started", "a") as started:
     started.write(f"{verb} {os.getpid()}\n")
 if Path(f"die-{verb}").exists():
@@ -43,23 +44,23 @@ elif verb == "worker":
     if not Path(value("--service").removeprefix("file:")).exists():
         sys.exit("no service")
     until_terminated()
-elif verb == "ckpt":
+elif verb == "writer":
     from hetstream.hetjob.job.job import JobEnvironment, ready_file
 
     ready = ready_file(JobEnvironment.read(os.environ))
     ready.touch()
     until_terminated()
     ready.unlink()
-elif sys.argv[2] == "keep":
+elif sys.argv[3] == "keep":
     from hetstream.hetjob.master.server import keep
 
     logging.basicConfig(level=logging.INFO)
-    sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve", sys.argv[3]]))
+    sys.exit(keep([sys.executable, os.path.abspath(__file__), "internal", "master", "serve", sys.argv[4]]))
 else:
     from hetstream.hetjob.job.job import JobEnvironment
     from hetstream.hetjob.master.server import MasterConfig, serve
     from hetstream.slurm_plugin.client.fake import FakeSlurm
 
     logging.basicConfig(level=logging.INFO)
-    config = MasterConfig.read(Path(sys.argv[3]))
+    config = MasterConfig.read(Path(sys.argv[4]))
     sys.exit(serve(config, FakeSlurm(Path.cwd(), dict(os.environ)), os.environ))

@@ -155,12 +155,13 @@ def test_two_programs_of_one_service_of_which_one_is_partitioned(service: Any, p
     assert "operators" not in alone.log()
 
 
-@pytest.mark.shows("`hetstream explain` has the table of a forward")
+@pytest.mark.shows("`hetstream run --explain` has the table of a forward")
 def test_a_program_with_our_loader_is_explained(tmp_path: Path) -> None:
-    argv = [str(Path(sys.executable).with_name("hetstream")), "explain", "--json", str(PROGRAM), "ours"]
+    argv = [str(Path(sys.executable).with_name("hetstream")), "run", "--data-workers=4", "--explain"]
+    argv += ["--json", str(tmp_path / "found.json"), sys.executable, str(PROGRAM), "ours"]
     done = subprocess.run(
         [*argv, str(tmp_path), "1", "-1"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert '"operator": "nan_to_num"' in done.stdout
+    assert '"operator": "nan_to_num"' in (tmp_path / "found.json").read_text()
     assert len((tmp_path / "ledger.0").read_text().splitlines()) == 2, "it ends in the third step"

@@ -86,10 +86,12 @@ class Hosts:
             "ip link set lo up", "ip link add br0 type bridge", "ip addr add 10.9.0.1/24 dev br0", "ip link set br0 up"
         )
         work = f"--bind tcp://10.9.0.1:0 --work-dir {self.address.parent} --address-file {self.address}"
-        self.start("dispatcher", f"dispatcher {work}", apart=False)
+        self.start("dispatcher", f"internal dispatcher {work}", apart=False)
         for number, name in enumerate(FIRSTS + LASTS):
             device = "gpu" if name in LASTS else "cpu"
-            one = self.start(name, f"worker --service file:{self.address} --processes 1 --device {device}", apart=True)
+            one = self.start(
+                name, f"internal worker --service file:{self.address} --processes 1 --device {device}", apart=True
+            )
             wait(lambda pid=one.pid: self.network_of(pid) != self.network_of(os.getpid()), "a network of its own")
             inside = f"nsenter -t {one.pid} -n "
             shell(

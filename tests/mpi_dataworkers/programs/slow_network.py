@@ -38,12 +38,15 @@ def main(folder: Path) -> None:
     address = folder / "work" / "address"
 
     def start(*words: str) -> subprocess.Popen[bytes]:
-        with (folder / f"{words[0]}.log").open("w") as log:
+        with (folder / f"{words[1]}.log").open("w") as log:
             command = [str(Path(sys.executable).with_name("hetstream")), *words]
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
     work = "--bind", "tcp://127.0.0.1:0", "--work-dir", str(address.parent), "--address-file", str(address)
-    running = [start("dispatcher", *work), start("worker", "--service", f"file:{address}", "--processes", "1")]
+    running = [
+        start("internal", "dispatcher", *work),
+        start("internal", "worker", "--service", f"file:{address}", "--processes", "1"),
+    ]
     try:
         with DataLoader(Large(), batch_size=1, seed=0, service=f"file:{address}") as loader:
             while not loader.stats()["num_data_workers"]:

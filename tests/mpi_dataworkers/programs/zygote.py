@@ -1,4 +1,4 @@
-"""Starts `hetstream worker` and others in forked processes, as importing torch takes longer than what they do.
+"""Starts `hetstream internal worker` and others in forked processes, as importing torch takes longer than what they do.
 
 Each line of standard input is JSON. ["start", WORDS, LOG, ENVIRONMENT, DIRECTORY] runs `hetstream WORDS` and answers
 with its process id, as the user HETSTREAM_TEST_UID if the environment has that; ["reap", PID] waits for its end and

@@ -87,7 +87,14 @@ class Node:
         cores = sorted(os.sched_getaffinity(0))
         for number in range(self.num_gpus):
             (self.directory / f"gpu{number}").unlink(missing_ok=True)
-            argv = [*HETSTREAM, "gpu", "emulate", str(self.directory / f"gpu{number}"), "--memory-mib", str(memory_mib)]
+            argv = [
+                *HETSTREAM,
+                "internal",
+                "gpu-emulate",
+                str(self.directory / f"gpu{number}"),
+                "--memory-mib",
+                str(memory_mib),
+            ]
             core = cores[-1 - number % len(cores)]
             subprocess.run([*argv, "--segment-kib", "256", "--core", str(core)], check=True, capture_output=True)
 
@@ -101,7 +108,14 @@ class Node:
     def coordinate(self, *who: str, faults: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         """Start a coordinator, and wait until it listens."""
         self.log = self.directory / f"coordinator-{len(self.processes)}.err"
-        argv = [*HETSTREAM, "gpu", "coordinator", "--socket", str(self.socket), *(f"--gpu={gpu}" for gpu in self.gpus)]
+        argv = [
+            *HETSTREAM,
+            "internal",
+            "coordinator",
+            "--socket",
+            str(self.socket),
+            *(f"--gpu={gpu}" for gpu in self.gpus),
+        ]
         with self.log.open("wb") as log:
             process = subprocess.Popen([*argv, *(who or ("--own-jobs",))], stderr=log, env={**os.environ, **faults})
         self.processes.append(process)

@@ -115,10 +115,10 @@ def test_a_job_whose_statistics_cannot_be_is_paused_with_a_line(
 
 
 def test_a_gpu_that_is_named_twice_is_refused_in_one_line(node: Node) -> None:
-    argv = [*HETSTREAM, "gpu", "coordinator", "--own-jobs", "--socket", str(node.socket)]
+    argv = [*HETSTREAM, "internal", "coordinator", "--own-jobs", "--socket", str(node.socket)]
     done = subprocess.run([*argv, "--gpu", node.gpu, "--gpu", node.gpu], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"hetstream gpu: --gpu {node.gpu}: it is named twice"]
+    assert done.stderr.splitlines() == [f"hetstream internal coordinator: --gpu {node.gpu}: it is named twice"]
 
 
 @pytest.mark.shows("a GPU under two spellings, or a file in its place, is found")
@@ -127,7 +127,7 @@ def test_a_gpu_under_two_spellings_is_one(node: Node) -> None:
     link = node.directory / "link"
     link.symlink_to("gpu0")
     spellings = [f"emulation:{os.path.relpath(node.gpu_file)}", f"emulation:{link}"]
-    argv = [*HETSTREAM, "gpu", "coordinator", "--own-jobs", "--socket", str(node.socket), "--gpu", node.gpu]
+    argv = [*HETSTREAM, "internal", "coordinator", "--own-jobs", "--socket", str(node.socket), "--gpu", node.gpu]
     for gpu in spellings:
         done = subprocess.run([*argv, "--gpu", gpu], capture_output=True, text=True, timeout=60)
         assert (done.returncode, "it is named twice" in done.stderr) == (2, True)

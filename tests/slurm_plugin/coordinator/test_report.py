@@ -148,7 +148,7 @@ def test_a_node_tells_a_real_daemon_what_its_coordinator_sees(
     tmp_path: Path, local: RunningDaemon, wait_until: WaitUntil
 ) -> None:
     local.start(wait_until)
-    words = ["gpu", "report", "--once", "--node", "g1", "--address", local.address, "--socket"]
+    words = ["internal", "gpu-report", "--once", "--node", "g1", "--address", local.address, "--socket"]
     path = tmp_path / "gpu.sock"
     with (
         running(path, OwnJobs()),

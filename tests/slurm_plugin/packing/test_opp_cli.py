@@ -1,4 +1,4 @@
-"""`hetstream packer`, `opp` and `why` on a recorded Slurm 22.05, with a real site daemon."""
+"""`hetstream gpu pack`, `opp` and `why` on a recorded Slurm 22.05, with a real site daemon."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_without_a_daemon_a_held_job_is_not_told_to_be_released(slurm: Recorded)
     assert told.returncode == 0, told.stderr
     (blocker,) = json.loads(told.stdout)["blockers"]
     assert blocker["kind"] == "packer"
-    assert blocker["next_step"] == "hetstream opp why 41"
+    assert blocker["next_step"] == "hetstream gpu jobs 41"
     assert "it waits for the packer" in blocker["text"]
     assert "scontrol release" not in told.stdout
 
@@ -67,7 +67,7 @@ def test_where_no_partition_is_named_a_job_that_the_guard_holds_is_not_told_to_b
     slurm.write("notes", f"41{FIELD_END}PENDING{FIELD_END}hetstream:guarded{FIELD_END}1{RECORD_END}\n")
     told = slurm.run("why 41 --fresh").stdout
     assert "it waits for the packer" in told
-    assert "hetstream opp why takes --partition=NAME" in told
+    assert "hetstream gpu jobs takes --partition=NAME" in told
     assert "scontrol release" not in told
     slurm.write("queue", (slurm.directory / "queue").read_text().replace(COMMENT, "hetstream:hold"))
     assert "scontrol release 41" in slurm.run("why 41 --fresh").stdout  # its owner holds it, too
@@ -75,10 +75,10 @@ def test_where_no_partition_is_named_a_job_that_the_guard_holds_is_not_told_to_b
 
 def test_a_look_that_finds_nothing_to_do_says_so(slurm: Recorded, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert slurm.run("packer --once --observe", **OPP).returncode == 0
+    assert slurm.run("gpu pack --once --observe", **OPP).returncode == 0
     assert "nothing is to be done" not in caplog.text  # job 41 waits, which is said
     slurm.write("queue", job("42", "RUNNING", NodeList="g1"))
-    assert slurm.run("packer --once --observe", **OPP).returncode == 0
+    assert slurm.run("gpu pack --once --observe", **OPP).returncode == 0
     assert "nothing is to be done" in caplog.text
 
 
@@ -87,7 +87,7 @@ def test_a_job_that_an_administrator_has_placed_is_shown_where_it_is(slurm: Reco
     note = "hetstream:placed=g0:0,2@1795000000@0"
     slurm.write("queue", job("43", "RUNNING", **by_hand))
     slurm.write("notes", f"43{FIELD_END}RUNNING{FIELD_END}{note}{FIELD_END}1{RECORD_END}\n")
-    (row,) = json.loads(slurm.run("opp ls --json", **OPP).stdout)["jobs"]
+    (row,) = json.loads(slurm.run("gpu jobs --json", **OPP).stdout)["jobs"]
     assert row["place"] == "GPU 0,2 of g0"
 
 
@@ -100,25 +100,25 @@ def test_who_looks_sees_what_the_packer_decides(slurm: Recorded, local: RunningD
     local.ask(ReportGpus("g0", (busy,)))
     (blocker,) = json.loads(slurm.run("why 41 --json --fresh", **environ).stdout)["blockers"]
     assert "1 in use for 80% of the last 10 s or more" in blocker["text"]
-    (row,) = json.loads(slurm.run("opp ls --json", **environ).stdout)["jobs"]
+    (row,) = json.loads(slurm.run("gpu jobs --json", **environ).stdout)["jobs"]
     assert (row["job"], row["gpus"], row["gpu_memory_gib"], row["reason"]) == ("41", 1, 8.0, blocker["text"])
-    why = slurm.run("opp why 41 --json", **environ)
+    why = slurm.run("gpu jobs 41 --json", **environ)
     gpus = json.loads(why.stdout)["gpus"]
     assert (gpus[0]["node"], gpus[0]["gpu"], gpus[0]["used_share"], gpus[0]["free_gib"]) == ("g0", 0, 0.9, 60.0)
     assert gpus[0]["verdict"] == "in use for 80% of the last 10 s or more"
     assert len(gpus) == 16
-    assert slurm.run("opp why 42", **environ).returncode == 1
+    assert slurm.run("gpu jobs 42", **environ).returncode == 1
     # Nothing is to be done, and nothing is done.
-    assert "no GPU of 16 takes it now" in slurm.run("opp place --dry-run", **environ).stdout
+    assert "no GPU of 16 takes it now" in slurm.run("gpu pack --dry-run --json", **environ).stdout
     assert not (slurm.directory / "calls").exists()
 
     local.ask(ReportGpus("g0", (busy, GpuNow(2, "GPU-c", 0.2, 60 * GIB))))
-    dry = slurm.run("packer --dry-run --json", **environ)
+    dry = slurm.run("gpu pack --dry-run --json", **environ)
     (event,) = map(json.loads, dry.stdout.splitlines())
     assert (event["event"], event["job"], event["nodes"], event["gpus"]) == ("would place", "41", ["g0"], [2])
-    assert "it is to be placed on GPU 2 of g0" in slurm.run("opp ls", **environ).stdout
+    assert "it is to be placed on GPU 2 of g0" in slurm.run("gpu jobs", **environ).stdout
     assert not (slurm.directory / "calls").exists()
-    placed = slurm.run(f"packer --once --json --lock {local.directory}/run/lock", **environ)
+    placed = slurm.run(f"gpu pack --once --json --lock {local.directory}/run/lock", **environ)
     assert [json.loads(line)["event"] for line in placed.stdout.splitlines()] == ["placed"], placed.stderr
     update, release = (slurm.directory / "calls").read_text().splitlines()
     assert update.startswith(
@@ -132,10 +132,10 @@ def test_a_second_packer_is_refused(slurm: Recorded, tmp_path: Path) -> None:
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = slurm.run(f"packer --once --lock {tmp_path}/lock", **OPP)
+        done = slurm.run(f"gpu pack --once --lock {tmp_path}/lock", **OPP)
         assert done.returncode == 1
         assert "another packer holds" in done.stderr
-        assert slurm.run(f"packer --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0  # it changes nothing
+        assert slurm.run(f"gpu pack --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0  # it changes nothing
     finally:
         os.close(lock)
 
@@ -149,7 +149,7 @@ class TwoHosts:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, host: str, *options: str) -> None:
-        command = [HETSTREAM, "packer", "--interval=1", f"--lock={self.directory}/{host}/lock", *options]
+        command = [HETSTREAM, "gpu", "pack", "--interval=1", f"--lock={self.directory}/{host}/lock", *options]
         environ = {
             "PATH": f"{self.slurm.directory}:/usr/sbin:/usr/bin:/sbin:/bin",
             **OPP,
@@ -216,20 +216,20 @@ def test_of_two_packers_with_a_shared_lock_one_acts_and_the_other_takes_over(
 def test_a_packer_that_is_called_once_on_another_host_is_refused(slurm: Recorded, tmp_path: Path) -> None:
     slurm.write("ping", "Slurmctld(primary) at elsewhere is UP\n")
     for line in (
-        f"packer --once --lock {tmp_path}/lock",
-        f"packer --once --lock {tmp_path}/l --shared-lock {tmp_path}/x",
+        f"gpu pack --once --lock {tmp_path}/lock",
+        f"gpu pack --once --lock {tmp_path}/l --shared-lock {tmp_path}/x",
     ):
         done = slurm.run(line, **OPP)
         assert done.returncode == int("shared" not in line), done.stderr
-    assert "slurmctld runs on elsewhere" in slurm.run(f"packer --once --lock {tmp_path}/lock", **OPP).stderr
-    assert slurm.run(f"packer --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0
+    assert "slurmctld runs on elsewhere" in slurm.run(f"gpu pack --once --lock {tmp_path}/lock", **OPP).stderr
+    assert slurm.run(f"gpu pack --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0
 
 
 @pytest.mark.shows("unknown classes, and quotas that the cluster cannot keep, are refused")
 def test_quotas_are_checked_before_anything_is_done(slurm: Recorded, tmp_path: Path) -> None:
     path = tmp_path / "quotas.json"
     path.write_text('{"partitions": ["gpus", "opp"], "tenants": {"vision": 1000}}')
-    done = slurm.run(f"packer --once --observe --quotas {path}", **OPP)
+    done = slurm.run(f"gpu pack --once --observe --quotas {path}", **OPP)
     assert done.returncode == 1
     for text in ("no partition 'gpus' (did you mean gpu?)", "'opp' is for opportunistic jobs", "quotas of 1,000 GPUs"):
         assert text in done.stderr
@@ -243,8 +243,8 @@ def test_users_hear_why_their_jobs_wait_for_quota(slurm: Recorded, tmp_path: Pat
     environ = {**OPP, "HETSTREAM_QUOTAS": str(tmp_path / "quotas.json")}
     text = "tenant vision has 0 of its 1 GPUs left, and it asks for 1"
     assert text in slurm.run("why 43 --fresh", **environ).stdout
-    assert text in slurm.run("opp why 43", **environ).stdout
-    assert "it could start now: submit it again with --opp" in slurm.run("opp ls", **environ).stdout
+    assert text in slurm.run("gpu jobs 43", **environ).stdout
+    assert "it could start now: submit it again with --opp" in slurm.run("gpu jobs", **environ).stdout
     assert "release" not in slurm.run("why 43 --fresh", **environ).stdout
     (tmp_path / "quotas.json").unlink()
     said = slurm.run("why 43 --fresh", **environ).stdout
@@ -258,14 +258,14 @@ def test_users_hear_that_an_upgrade_was_given_up_and_why(slurm: Recorded) -> Non
     note = "hetstream:placed=g1:0@1@0 hetstream:not-upgraded=5@0@1@g1%20lacks%20a%20GPU"
     slurm.write("notes", f"45{FIELD_END}RUNNING{FIELD_END}{note}{FIELD_END}1{RECORD_END}\n")
     text = "its upgrade was given up, and is tried again: g1 lacks a GPU"
-    for verb in ("why 45 --fresh", "opp why 45", "opp ls"):
+    for verb in ("why 45 --fresh", "gpu jobs 45", "gpu jobs"):
         assert text in slurm.run(verb, **OPP).stdout, verb
-    (row,) = json.loads(slurm.run("opp ls --json", **OPP).stdout)["jobs"]
+    (row,) = json.loads(slurm.run("gpu jobs --json", **OPP).stdout)["jobs"]
     assert (row["reason"], row["not_upgraded"]) == ("", text)
 
 
 def test_the_partitions_must_be_named(slurm: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for line in ("packer --once", "opp ls"):
+    for line in ("gpu pack --once", "gpu jobs"):
         done = slurm.run(line, HETSTREAM_OPPORTUNISTIC_PARTITIONS="")
         assert done.returncode == 2
         assert "whose jobs are opportunistic?" in done.stderr
@@ -275,7 +275,7 @@ def test_the_partitions_must_be_named(slurm: Recorded, tmp_path: Path, monkeypat
 
 
 def test_a_partition_that_does_not_exist_is_told(slurm: Recorded) -> None:
-    for line in ("packer --once --observe --partition=opp,nosuch", "opp ls --partition=nosuch"):
+    for line in ("gpu pack --once --observe --partition=opp,nosuch", "gpu jobs --partition=nosuch"):
         done = slurm.run(line)
         assert done.returncode == 2
         assert "nosuch. See: sinfo --all" in done.stderr

@@ -22,7 +22,7 @@ with contextlib.suppress(HetstreamError):  # without prometheus-client
 
 if __name__ == "__main__":
     uid = int(sys.argv[1])
-    args = build_parser(sys.argv[2]).parse_args(sys.argv[2:])
+    args = build_parser(sys.argv[2], sys.argv[3]).parse_args(sys.argv[2:])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     os.setgroups([])
     os.setresgid(uid, uid, uid)

@@ -73,7 +73,15 @@ class RunningDaemon:
         return path.read_text() if path.exists() else ""
 
     def start(self, wait_until: WaitUntil, **environ: str) -> None:
-        argv = [sys.executable, str(AS_USER), str(self.uid), "daemon", "--state-dir", str(self.directory / "state")]
+        argv = [
+            sys.executable,
+            str(AS_USER),
+            str(self.uid),
+            "site",
+            "daemon",
+            "--state-dir",
+            str(self.directory / "state"),
+        ]
         argv += ["--address", self.address, "--interval", "5", *self.words]
         env = {**self.env, **environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         before = self.log.count("listening at")

@@ -23,7 +23,7 @@ PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
-.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
+.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean gpu gpu-wheels bench-data bench-ckpt bench-slurm bench-cluster
 
 venv: $(VENV)/.ready
 
@@ -148,6 +148,15 @@ bench-slurm: slurm $(addprefix bench-,$(SLURM_BENCHMARKS))
 
 # Those of checkpoints; ckpt_requeue needs root and Slurm.
 bench-ckpt: slurm $(addprefix bench-,$(CKPT_BENCHMARKS))
+
+# On a machine with a GPU, with a Python that has torch and nothing of ours: no environment is made. Where only a few files
+# come back from, `make gpu OUT=FOLDER` keeps all results in two. docs/gpu-session.md
+gpu:
+	@$(PYTHON) -m benchmarks.gpu_session $(if $(OUT),--bundle $(OUT)) $(ARGS)
+
+# Beforehand, where there is a network: what that Python may lack. The folder goes along with the checkout.
+gpu-wheels: venv
+	@$(BIN)/python -m benchmarks.gpu_wheels
 
 clean:
 	rm -rf build dist $(VENV) .venv-*

@@ -72,6 +72,7 @@ def main() -> int:
     """Run the benchmark."""
     own = harness.parser("Several jobs on one GPU.", repeats=1)
     own.add_argument("--cpu", action="store_true", help="on an emulated GPU")
+    own.add_argument("--seconds", type=float, default=_LIMIT_S, help="for all experiments (default: %(default)s)")
     args = own.parse_args()
     names = chosen_names(args.systems, on_cpu=args.cpu)
     context = {"machine": machine.describe(), "versions": machine.versions("torch"), "notes": NOTES if args.cpu else []}
@@ -84,7 +85,7 @@ def main() -> int:
         node: Machine = EmulatedMachine(Path(folder)) if args.cpu else CudaMachine(Path(folder))
         if isinstance(node, EmulatedMachine):
             context["machine"]["pinned_cores"] = {"gpu": [node.core]}
-        rows, failures = run_all(node, names, Run(args.quick, args.out), _LIMIT_S)
+        rows, failures = run_all(node, names, Run(args.quick, args.out), args.seconds)
     return harness.finish("gpu_sharing", args.out, rows, failures, context)
 
 
@@ -311,7 +312,9 @@ def _beside(
 
 def probe(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001
     """What the GPU, its driver and PyTorch can do of what sharing needs."""
-    facts = json.loads(client("gpu_probe.py", {}))
+    facts: dict[str, Any] = {}
+    for line in client("gpu_probe.py", {}).splitlines():
+        facts |= json.loads(line)
     return [
         Row("probe", name, None, "", note=fact) if isinstance(fact, str) else Row("probe", name, fact[0], fact[1])
         for name, fact in facts.items()

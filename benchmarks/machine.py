@@ -35,10 +35,12 @@ def versions(*distributions: str) -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    found["commit"] = described.stdout.strip() or "not a git checkout"
+    argv = ["git", "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # a machine that is lent may have no git
+        commit = ""
+    found["commit"] = commit or "not a git checkout"
     return found
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import math
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +91,9 @@ def main() -> int:
     own = harness.parser("Preprocessing beside training on one GPU.", repeats=3)
     own.add_argument("--plans", type=plan_numbers, default="0,1,2,3,4", help="which plans (default: %(default)s)")
     own.add_argument("--tf32", action="store_true", help="matrix products may round to TF32; the paper's do not")
+    own.add_argument("--seconds", type=float, default=math.inf, help="what is not begun by then is left out")
     args = own.parse_args()
+    end_s = time.monotonic() + args.seconds
     names = [system.name for system in harness.chosen([System(name) for name in (*SYSTEMS, MPS)], args.systems)]
     context: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions("torch", "triton")}
     if not torch.cuda.is_available():
@@ -105,7 +109,7 @@ def main() -> int:
     for number in args.plans:
         size = PLANS[number]
         try:
-            measured = measured_on_gpu(size, names, 0 if args.quick else args.repeats, tf32=args.tf32)
+            measured = measured_on_gpu(size, names, 0 if args.quick else args.repeats, tf32=args.tf32, end_s=end_s)
         except Exception as error:  # noqa: BLE001, whatever a GPU says: the other plans go on, and it is told at the end
             failures[size.name] = one_line(error)
             continue
@@ -119,12 +123,14 @@ def main() -> int:
     return harness.finish("rap", args.out, rows, failures, context)
 
 
-def measured_on_gpu(size: PlanSize, names: Sequence[str], repeats: int, *, tf32: bool) -> Measured:
+def measured_on_gpu(
+    size: PlanSize, names: Sequence[str], repeats: int, *, tf32: bool, end_s: float = math.inf
+) -> Measured:
     """Measure a plan on the GPU; with no repeats once, and shortly."""
     bench = Bench.on_gpu(size, rows_of(size), STEPS if repeats else QUICK_STEPS, tf32=tf32)
     with GpuProbing(bench.training.model, _step_of(bench), optimizer=bench.training.optimizer) as probing:
         measured = prepare(bench, probing)
-    measure(bench, measured, names, max(1, repeats))
+    measure(bench, measured, names, max(1, repeats), end_s)
     return measured
 
 
@@ -147,13 +153,17 @@ def prepare(bench: Bench, probing: Probing) -> Measured:
     return measured
 
 
-def measure(bench: Bench, measured: Measured, names: Sequence[str], repeats: int) -> None:
-    """Time all systems in turn."""
+def measure(bench: Bench, measured: Measured, names: Sequence[str], repeats: int, end_s: float = math.inf) -> None:
+    """Time all systems in turn. When it is `end_s`, no repeat is begun, and of the first no system."""
     chosen = _with_what_is_compared(names)
     if MPS in chosen and (why := mps_missing()):
         measured.missing[MPS] = why
     for repeat in range(repeats):
+        if repeat and time.monotonic() > end_s:
+            break
         for name in chosen:
+            if not repeat and time.monotonic() > end_s:
+                measured.missing.setdefault(name, "there was no time left for it")
             if name in {*measured.missing, *measured.failures}:
                 continue
             try:

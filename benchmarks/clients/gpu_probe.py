@@ -1,8 +1,8 @@
 """What a GPU, its driver and PyTorch can do of what sharing needs, for benchmarks.gpu_sharing; changes nothing.
 
-Prints one JSON object: name of a fact -> a number with its unit, or why it is not known. Each fact is looked at by
-itself, so a driver that lacks one still tells the others. A second process of this program (`beside`) keeps the GPU
-busy, is taken off it by the driver, and put back.
+Prints a JSON object for each fact: its name -> a number with its unit, or why it is not known. Each fact is looked at
+by itself and for some seconds at most, so a driver that lacks one, or hangs at it, still tells those before. A second
+process of this program (`beside`) keeps the GPU busy, is taken off it by the driver, and put back: that comes last.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,8 @@ _COPIED_BYTES = 2**28
 _SIDE = 4096
 _BESIDE = "beside"
 _BESIDE_S = 1.0
+# What waits for another process or for the driver is given up after this. The first fact starts CUDA.
+_FACT_S = 15.0
 # cuda.h: CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _HOST_NUMA = 141
 
@@ -41,14 +44,22 @@ def main() -> None:
     if sys.argv[1:2] == [_BESIDE]:
         _keep_busy()
         return
-    facts: dict[str, list[Any] | str] = {}
+    signal.signal(signal.SIGALRM, _too_long)
     for name, look in FACTS.items():
+        signal.setitimer(signal.ITIMER_REAL, _FACT_S)
+        found: list[Any] | str
         try:
-            facts[name] = list(look())
+            found = list(look())
         except Exception as error:  # noqa: BLE001 - at the edge of each fact: its reason is its result
-            facts[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(json.dumps(facts))
+            found = f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps({name: found}), flush=True)
     end("cuda", _pool)
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"not known after {_FACT_S:.0f} s")
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -251,8 +262,8 @@ FACTS: dict[str, Callable[[], tuple[float, str]]] = {
     "green contexts": _green_contexts,
     "GPM of NVML": _gpm,
     "a product of matrices beside another process / alone": _time_slices,
-    "a process taken off by cuCheckpointProcess": _suspended,
     "MPS": _mps,
+    "a process taken off by cuCheckpointProcess": _suspended,
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Puts an agent into a program that knows nothing of it, by torch's own hooks.
 
 The end of an optimizer's step is the boundary of a mini-batch. In an opportunistic process, and on an emulated GPU,
-every operator is a launch. Of a guaranteed process on a real GPU, the first module that runs after a boundary is.
+every operator is a launch. Of a guaranteed process on a real GPU, the first module that runs after a boundary is. On a
+real GPU, replays of CUDA graphs are launches of both, and kernels of Triton's of an opportunistic process.
 """
 
 from __future__ import annotations
@@ -10,15 +11,27 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from hetstream.base.errors import OptionsError
+from hetstream.base.process import when_imported
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.agent import Agent, Channel
 from hetstream.hetjob.gpu.config import SharingSettings
-from hetstream.hetjob.gpu.cuda import CudaGpu, Launches, current_gpu, is_in_use, used_beside
+from hetstream.hetjob.gpu.cuda import (
+    CudaGpu,
+    Graphs,
+    Launches,
+    compile_nothing,
+    current_gpu,
+    is_capturing,
+    is_in_use,
+    used_beside,
+    watch_triton,
+)
 from hetstream.hetjob.gpu.device import Device
 from hetstream.hetjob.gpu.emulated_file import PREFIX
 from hetstream.hetjob.gpu.emulation import EmulatedGpu, Kernels
@@ -57,13 +70,30 @@ def share_gpu(settings: SharingSettings, launcher: int) -> Agent | None:
         launches: Any = Kernels(gpu, lambda: _or_end(agent.before_launch), agent.after_launch)
         launches.__enter__()
         return agent
-    agent = _agent(settings, CudaGpu(settings.gpu, settings.host_bytes), launcher)
-    register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary) if is_in_use() else None)
+    cuda = CudaGpu(settings.gpu, settings.host_bytes)
+    agent = _agent(settings, cuda, launcher)
+
+    def before() -> None:
+        _or_end(agent.before_launch)
+
+    def after_replay() -> None:
+        cuda.launches_much()
+        agent.after_launch()
+
+    graphs = Graphs(torch.cuda.CUDAGraph, before, after_replay, lambda: _or_end(agent.at_boundary))
+
+    def after_step(*_: object) -> None:
+        if is_in_use() and not graphs.takes_step():
+            _or_end(agent.at_boundary)
+
+    register_optimizer_step_post_hook(after_step)
     if settings.job_class is JobClass.OPPORTUNISTIC:
         if len(settings.gpus) > 1:
             register_optimizer_step_post_hook(lambda *_: _or_end(_use_one_gpu))
-        launches = Launches(lambda: _or_end(agent.before_launch), agent.after_launch)
+        launches = Launches(before, agent.after_launch)
         launches.__enter__()
+        compile_nothing()
+        when_imported("triton", lambda triton: watch_triton(triton, before, agent.after_launch))
     else:
         _FirstForward(agent)
     return agent
@@ -83,7 +113,7 @@ class _FirstForward:
             self._handle = register_module_forward_pre_hook(self._notice)
 
     def _notice(self, *_: Any) -> None:
-        if self._handle is not None and is_in_use():
+        if self._handle is not None and is_in_use() and not is_capturing():
             self._handle.remove()
             self._handle = None
             _or_end(self._agent.before_launch)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hetstream.hetjob.gpu import environment
-from hetstream.hetjob.gpu.cuda import CudaGpu, HostPool
+from hetstream.hetjob.gpu.cuda import CudaGpu, Graphs, HostPool, Launches, watch_triton
 from hetstream.hetjob.gpu.device import MemoryUse
 from hetstream.hetjob.gpu.orders import NO_LIMIT
 
@@ -88,10 +88,12 @@ def test_the_pool_is_filled_without_giving_pythons_lock_away_and_is_never_freed(
         def snapshot(self) -> list[dict[str, int]]:
             return [{"total_size": sum(taken)}]
 
-    def storage(num_bytes: int, *, device: str) -> object:
+    make_storage = torch.UntypedStorage
+
+    def storage(num_bytes: int, *, device: str) -> torch.UntypedStorage:
         assert device == "cuda"
         taken.append(num_bytes)
-        return object()
+        return make_storage(num_bytes)
 
     def gives_the_lock_away(*_: object, **__: object) -> None:
         raise AssertionError("another thread may hold Python's lock and wait for the allocator")
@@ -141,3 +143,64 @@ def test_little_is_in_flight_and_its_time_is_known() -> None:
         matrix = matrix @ matrix / 2048
         busy_ns += gpu.launched()
     assert busy_ns > 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_is_captured_under_an_agents_hooks_and_its_replays_pass_the_gate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph_class = torch.cuda.CUDAGraph
+    for name in ("capture_begin", "capture_end", "replay"):
+        monkeypatch.setattr(graph_class, name, getattr(graph_class, name))  # as it is now, again afterwards
+    gpu, said = CudaGpu("GPU-1a2b"), {"gate": 0, "boundary": 0}
+    weight = torch.nn.Parameter(torch.ones(1024, 1024, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def before() -> None:
+        said["gate"] += 1
+        gpu.is_idle()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        (weight * 2).sum().backward()
+        optimizer.step()
+        graphs.takes_step()
+
+    graphs = Graphs(graph_class, before, gpu.launched, lambda: said.update(boundary=said["boundary"] + 1))
+    with Launches(before, gpu.launched):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        gated, graph = said["gate"], graph_class()
+        with torch.cuda.graph(graph):
+            step()
+        assert (said["gate"], said["boundary"]) == (gated, 0), "what is captured does not run"
+        value = float(weight[0, 0])
+        said["gate"] = 0
+        for _ in range(5):
+            graph.replay()
+    assert (said["gate"], said["boundary"]) == (5, 5)
+    assert float(weight[0, 0]) == pytest.approx(value - 5 * 0.1 * 2, rel=1e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_kernel_that_triton_launches_on_the_gpu_passes_the_gate() -> None:
+    triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'hetstream[triton]'")
+    from hetstream.mpi_dataworkers.gpu_features import probes
+
+    said: list[str] = []
+    chains = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    before = [list(chain.calls) for chain in chains]
+    made = torch.empty(probes.ARITHMETIC_BLOCK, device="cuda")
+    try:
+        watch_triton(triton, lambda: said.append("gate"), lambda: said.append("launched"))
+        probes.launch_arithmetic(made, 1, 1)
+    finally:
+        for chain, calls in zip(chains, before, strict=True):
+            chain.calls[:] = calls
+    assert said == ["gate", "launched"]

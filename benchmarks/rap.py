@@ -167,7 +167,8 @@ def measure(bench: Bench, measured: Measured, names: Sequence[str], repeats: int
             if name in {*measured.missing, *measured.failures}:
                 continue
             try:
-                seconds = mps_step_s(bench) if name == MPS else SYSTEMS[name](bench)
+                left_s = max(1.0, end_s - time.monotonic())
+                seconds = mps_step_s(bench, left_s) if name == MPS else SYSTEMS[name](bench)
             except Exception as error:  # noqa: BLE001, such as no memory: the others go on, and it is told at the end
                 measured.failures[name] = one_line(error)
                 measured.step_s.pop(name, None)

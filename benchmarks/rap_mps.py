@@ -37,18 +37,21 @@ def mps_missing() -> str:
         return _start(_environment(folder)) or _stop(_environment(folder))
 
 
-def mps_step_s(bench: Bench) -> float:
+def mps_step_s(bench: Bench, limit_s: float = _LIMIT_S) -> float:
     """Seconds of a training step with the next batch computed by another process.
 
     Raises:
         RuntimeError: MPS cannot be started, or the trainer failed.
+        TimeoutExpired: the trainer has not ended; where MPS starts but serves nobody, it may wait for ever.
     """
     tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
     request = {"plan": bench.size.name, "rows": bench.rows, "steps": bench.num_steps, "tf32": tf32}
     with mps_service() as environment:
         argv = [sys.executable, str(ROOT / "benchmarks/clients/rap_mps.py"), json.dumps(request)]
         environ = {**os.environ, **environment}
-        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        done = subprocess.run(
+            argv, env=environ, capture_output=True, text=True, timeout=min(limit_s, _LIMIT_S), check=False
+        )
     if done.returncode:
         raise RuntimeError(f"MPS: the trainer ended with {done.returncode}: {done.stderr[-2000:]}")
     return float(json.loads(done.stdout.splitlines()[-1])["step_s"])

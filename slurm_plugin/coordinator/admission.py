@@ -27,6 +27,7 @@ from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.gpu.emulated_file import resolved
 from hetstream.hetjob.gpu.introduction import Introduction
 from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.slurm_plugin.coordinator.decide import context_bytes
 from hetstream.slurm_plugin.coordinator.gpus import GpuReading
 
 # Processes that hold memory of a GPU and have no agent for it: nobody can tell them to pause. Pure.
@@ -43,8 +44,6 @@ _GRACE_NS = 10_000_000_000
 # A process from before the coordinator may have an agent: that comes back at its next launch or boundary, and until
 # then computes nothing.
 _FROM_BEFORE_NS = 600_000_000_000
-# A context and its libraries have at most so much, and of a small GPU no more than this part.
-_CONTEXT_BYTES, _CONTEXT_PART = 2**30, 8
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def agentless(
     """
     if reading.held_bytes is None:
         return None
-    context_bytes = min(_CONTEXT_BYTES, capacity_bytes // _CONTEXT_PART)
+    most_bytes = context_bytes(capacity_bytes)
     found = {}
     for pid, num_bytes in reading.held_bytes.items():
         if not num_bytes or with_agent.get(pid, False):
@@ -142,7 +141,7 @@ def agentless(
         if pid in reading.computing and pid not in with_agent:
             launched_ns = now_ns if launched_ns is None else launched_ns
             goes_on |= now_ns - launched_ns > _GRACE_NS
-        tensors_ns = (known.tensors_ns or now_ns) if num_bytes > context_bytes else None
+        tensors_ns = (known.tensors_ns or now_ns) if num_bytes > most_bytes else None
         found[pid] = Agentless(pid, holder, num_bytes, known.is_from_before, tensors_ns, launched_ns, goes_on)
     return found
 

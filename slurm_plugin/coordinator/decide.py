@@ -5,7 +5,7 @@ In doubt opportunistic jobs pause: when the guaranteed job has no agent, says no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
@@ -116,6 +116,22 @@ def _as_one(jobs: tuple[SharingJob, ...]) -> SharingJob | None:
 # The guaranteed job has no limit. What it had at its peak, and some more, is kept free for it: when it takes more, some
 # of its tensors are on the host for one mini-batch, the others' limits fall at once, and rise again in steps.
 
+# A process's context and its libraries have at most so much, and of a small GPU no more than this part.
+_CONTEXT_BYTES, _CONTEXT_PART = 2**30, 8
+# A job's own count of its memory is of its allocator alone. It may be so far below the GPU's, or as much as a context.
+_UNCOUNTED = 0.05
+
+
+def context_bytes(capacity_bytes: int) -> int:
+    """What a process holds on such a GPU at most before it has a tensor there."""
+    return min(_CONTEXT_BYTES, capacity_bytes // _CONTEXT_PART)
+
+
+def uncounted_bytes(capacity_bytes: int) -> int:
+    """How much more than it says a job may hold by the GPU's count."""
+    return max(int(_UNCOUNTED * capacity_bytes), context_bytes(capacity_bytes))
+
+
 # Kept free beside the guaranteed job's peak, as a part of the GPU's memory.
 _HEADROOM = 0.05
 _RAISE = 0.1
@@ -174,9 +190,10 @@ def stepwise_limits(
     return limits
 
 
-def overdrawn(jobs: Sequence[SharingJob], limits: Mapping[str, int]) -> list[SharingJob]:
-    """Jobs that hold more than they may."""
-    return [job for job in jobs if job.held_bytes > limits.get(job.name, 0)]
+def is_overdrawn(job: SharingJob, limit_bytes: int, capacity_bytes: int) -> bool:
+    """Whether a job holds more than it may, by its own count or by the GPU's."""
+    said_bytes = job.statistics.held_bytes if job.statistics else 0
+    return said_bytes > limit_bytes or (job.measured_bytes or 0) > limit_bytes + uncounted_bytes(capacity_bytes)
 
 
 # Opportunistic jobs that are alone on a GPU divide its memory by trial: for the best total speed. Pure.
@@ -260,9 +277,7 @@ _FINISH_NS = 2_000_000_000
 _OBEY_NS = 10_000_000_000
 # A guaranteed job may take all memory until it has made so many mini-batches: what it needs is not known before.
 _SETTLED = 3
-# A job's own count of its memory may be so far below the GPU's: contexts and libraries have some.
-_UNCOUNTED = 0.05
-# ... and further for so long: what it said last may be older than what the GPU counted, or younger.
+# A job may hold more by the GPU's count than by its own for so long: what it said last may be older, or younger.
 _EXPLAIN_NS = 1_000_000_000
 
 
@@ -410,11 +425,11 @@ def _alone_ns(state: GpuState, seen: Measurements) -> dict[str, int]:
 
 def _understated_ns(state: GpuState, seen: Measurements, now_ns: int) -> dict[str, int]:
     """`GpuState.understated_ns`, one reading later."""
-    uncounted_bytes = seen.capacity_bytes * _UNCOUNTED
+    beyond_bytes = uncounted_bytes(seen.capacity_bytes)
     return {
         job.name: state.understated_ns.get(job.name, now_ns)
         for job in seen.opportunistic
-        if job.statistics and (job.measured_bytes or 0) > job.statistics.held_bytes + uncounted_bytes
+        if job.statistics and (job.measured_bytes or 0) > job.statistics.held_bytes + beyond_bytes
     }
 
 
@@ -525,7 +540,8 @@ def _watched(
     for job in seen.opportunistic:
         decision, made = decisions[job.name], job.statistics.boundaries if job.statistics else 0
         complaint = ""
-        if job in overdrawn([job], state.limits) and not seen.is_awaited:
+        is_over = is_overdrawn(job, state.limits.get(job.name, 0), seen.capacity_bytes)
+        if is_over and not seen.is_awaited:
             lowered_ns[job.name] = state.lowered_ns.get(job.name, now_ns)
             gives = _has_given_back(state, job)
             # Who has given back all that he can, and still keeps the guaranteed job short, will not do better later.

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -47,11 +48,30 @@ class GpuReading:
         return None if self.held_bytes is None else self.held_bytes.get(pid, 0)
 
 
+# The driver counts by the numbers that processes have on the host. /proc/self/ns/pid of the host's own namespace, by
+# PROC_PID_INIT_INO of the kernel (include/uapi/linux/nsfs.h).
+_NAMESPACE, _HOSTS_NAMESPACE = Path("/proc/self/ns/pid"), "pid:[4026531836]"
+
+
 def of_this_namespace(reading: GpuReading) -> GpuReading:
-    """Without processes that have gone, and those that the driver calls by other numbers than this container does."""
+    """Without processes that have gone. In a container where the driver's numbers are not ours, nobody counts.
+
+    Without that, a job that lies would be compared with nothing, and an honest one with somebody else's process.
+    """
     if reading.held_bytes is None:
         return reading
-    return replace(reading, held_bytes={pid: held for pid, held in reading.held_bytes.items() if _is_there(pid)})
+    there = {pid: held for pid, held in reading.held_bytes.items() if _is_there(pid)}
+    if len(there) < len(reading.held_bytes) and not _is_on_host():
+        return replace(reading, held_bytes=None, computing=())
+    return replace(reading, held_bytes=there)
+
+
+def _is_on_host() -> bool:
+    """Whether processes have the same numbers here as on the host; in doubt they have."""
+    try:
+        return os.readlink(_NAMESPACE) == _HOSTS_NAMESPACE
+    except OSError:
+        return True
 
 
 def _is_there(pid: int) -> bool:
@@ -198,6 +218,7 @@ class NvmlGpu:
         self.name = name
         self._nvml = library or load()
         self._clock = clock
+        self._has_said_so = False
         self._sampled_us = 0
         self._utilisations: collections.deque[tuple[float, float]] = collections.deque()
         try:
@@ -233,7 +254,17 @@ class NvmlGpu:
             return GpuReading(is_lost=True, why_lost=str(error))
         counted = {int(process.pid): process.usedGpuMemory for process in processes}
         knows = all(num_bytes is not None for num_bytes in counted.values())  # of an instance of MIG it may not say
-        return GpuReading(used_bytes, utilisation, counted if knows else None, computing=computing)
+        found = GpuReading(used_bytes, utilisation, counted if knows else None, computing=computing)
+        if not knows or of_this_namespace(found).held_bytes is not None:
+            return found
+        if not self._has_said_so:
+            _log.warning(
+                "GPU counted by numbers of the host gpu=%s: they are not this container's, so what jobs hold is"
+                " compared with nothing. Run the coordinator on the host, or in its namespace (--pid=host)",
+                self.name,
+            )
+            self._has_said_so = True
+        return replace(found, held_bytes=None, computing=frozenset())
 
     def _is_divided(self) -> bool:
         try:
@@ -276,7 +307,22 @@ class NvmlGpu:
 # coordinator has them not. Driver 570 and later; nothing of this runs without a GPU.
 
 _SUCCESS = 0
+# CUresult of cuda.h, of what can be said better than by a number.
+_SAYS = {
+    1: "there is no such process that uses CUDA",
+    2: "there is not so much memory",
+    3: "the driver is not ready",
+    600: "the process did not come to rest in time",
+    801: "this driver or virtual machine cannot do that",
+}
+# CUcheckpointLockArgs: how long the process may take to come to rest, in milliseconds, and reserved zeros. Without it
+# the driver waits for ever.
+_LOCK_MS = 10_000
 _FUNCTIONS = ("Lock", "Checkpoint", "Restore", "Unlock")
+
+
+class _LockOptions(ctypes.Structure):
+    _fields_ = (("timeout_ms", ctypes.c_uint), ("reserved0", ctypes.c_uint), ("reserved1", ctypes.c_uint64 * 7))
 
 
 class ProcessState(enum.IntEnum):
@@ -344,9 +390,11 @@ def _state(pid: int, library: Any) -> ProcessState:
 
 def _call(library: Any, what: str, pid: int) -> None:
     assert what in _FUNCTIONS
-    _check(f"{what.lower()} of process {pid}", getattr(library, f"cuCheckpointProcess{what}")(pid, None))
+    options = ctypes.byref(_LockOptions(timeout_ms=_LOCK_MS)) if what == "Lock" else None
+    _check(f"{what.lower()} of process {pid}", getattr(library, f"cuCheckpointProcess{what}")(pid, options))
 
 
 def _check(what: str, failed: int) -> None:
     if failed != _SUCCESS:
-        raise HetstreamError(f"{what}: NVIDIA's driver says CUDA error {failed}. It needs its own user, or root")
+        says = f"CUDA error {failed}" + (f" ({_SAYS[failed]})" if failed in _SAYS else "")
+        raise HetstreamError(f"{what}: NVIDIA's driver says {says}. It needs its own user, or root")

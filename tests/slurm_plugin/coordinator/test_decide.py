@@ -24,6 +24,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000 * MS
+        self.capacity_bytes = CAPACITY
         self.state = GpuState()
         self.jobs: dict[str, SharingJob] = {}
         self.is_reserved = self.is_lost = self.is_awaited = False
@@ -43,7 +44,8 @@ class Gpu:
         return decisions
 
     def measurements(self) -> Measurements:
-        return Measurements(CAPACITY, tuple(self.jobs.values()), self.is_reserved, self.is_lost, self.is_awaited)
+        jobs = tuple(self.jobs.values())
+        return Measurements(self.capacity_bytes, jobs, self.is_reserved, self.is_lost, self.is_awaited)
 
     def batch(self, name: str, ms: float, *, gap_ms: float = 0, **record: int) -> dict[str, Decision]:
         """One mini-batch of a job, from boundary to boundary; the job is busy again when it returns."""
@@ -348,6 +350,26 @@ def test_a_job_that_lies_about_its_memory_is_frozen(shared: Gpu) -> None:
     decision = shared.decide(1001)["o"]
     assert decision.order.verdict == Verdict.PAUSE
     assert "the GPU counts 21,474,836,480" in decision.reason
+
+
+@pytest.mark.parametrize("capacity_gib", [8, 24, 141])
+def test_an_honest_jobs_context_is_no_lie_and_no_disobedience(gpu: Gpu, capacity_gib: int) -> None:
+    """The driver counts what a process's context and libraries have, and its allocator does not."""
+    gpu.capacity_bytes = capacity_gib * GIB
+    limit_bytes, context_bytes = capacity_gib * GIB // 4, 600 * 2**20
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5, peak_bytes=limit_bytes, held_bytes=limit_bytes)
+    gpu.join("g", JobClass.GUARANTEED, boundaries=5, peak_bytes=capacity_gib * GIB // 2)
+    gpu.settle("g", 100, gap_ms=40, peak_bytes=capacity_gib * GIB // 2)
+    for _ in range(120):  # its cache is as large as it may be, and it is in mini-batches nearly all the time
+        limit_bytes = gpu.decide()["o"].order.limit_bytes
+        gpu.update("o", held_bytes=limit_bytes, limit_bytes=limit_bytes, is_idle=0)
+        gpu.jobs["o"] = replace(gpu.jobs["o"], measured_bytes=limit_bytes + context_bytes)
+        decision = gpu.batch("g", 100, gap_ms=40, peak_bytes=capacity_gib * GIB // 2)["o"]
+        assert not decision.is_disobedient, decision.reason
+    assert decision.order.verdict == Verdict.RUN, decision.reason
+    gpu.jobs["o"] = replace(gpu.jobs["o"], measured_bytes=limit_bytes + 2 * context_bytes + capacity_gib * GIB // 8)
+    gpu.decide()
+    assert gpu.decide(1001)["o"].order.verdict == Verdict.PAUSE, "that is a lie"
 
 
 def test_on_a_gpu_that_has_vanished_nobody_goes_on_but_the_guaranteed_job(shared: Gpu) -> None:

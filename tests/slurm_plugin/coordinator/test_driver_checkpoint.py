@@ -25,6 +25,8 @@ MOVES = {
 class FakeDriver:
     """One process, and the calls that fail."""
 
+    code = OUT_OF_MEMORY
+
     def __init__(self, *fails: str) -> None:
         self.state, self.fails = ProcessState.RUNNING, fails
         self.called: list[str] = []
@@ -37,13 +39,20 @@ class FakeDriver:
         what = name.removeprefix("cuCheckpointProcess")
         before, after = MOVES[what]
 
-        def call(pid: int, options: None) -> int:
-            assert (pid, options) == (7, None)
+        def call(pid: int, options: Any) -> int:
+            assert pid == 7
+            if what == "Lock":  # else the driver waits for ever: unsigned timeoutMs, reserved0; cuuint64_t reserved1[7]
+                words = (ctypes.c_uint * 16).from_buffer_copy(
+                    bytes(ctypes.cast(options, ctypes.POINTER(ctypes.c_ubyte * 64))[0])
+                )
+                assert list(words) == [10_000] + [0] * 15
+            else:
+                assert options is None
             self.called.append(what)
             if self.state is not before:
                 return INVALID_VALUE
             if what in self.fails:
-                return OUT_OF_MEMORY
+                return self.code
             self.state = after
             return 0
 
@@ -74,6 +83,16 @@ def test_what_the_driver_will_not_do_leaves_the_process_as_it_was() -> None:
     assert fake.state is ProcessState.CHECKPOINTED  # to be tried again
     with pytest.raises(HetstreamError, match="the state of process 8"):
         suspend(8, fake)
+
+
+def test_a_virtual_machine_that_cannot_do_it_and_a_process_that_does_not_rest_are_told_in_words() -> None:
+    fake = FakeDriver("Lock")
+    for code, says in ((801, "this driver or virtual machine cannot do that"), (600, "did not come to rest in time")):
+        fake.code = code
+        with pytest.raises(HetstreamError, match=f"lock of process 7: NVIDIA's driver says CUDA error {code} .*{says}"):
+            suspend(7, fake)
+        assert fake.state is ProcessState.RUNNING
+    assert fake.called == ["Lock", "Lock"], "nothing else is tried"
 
 
 def test_without_a_driver_there_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hetstream.base.errors import UsageError
+from hetstream.slurm_plugin.coordinator import gpus
 from hetstream.slurm_plugin.coordinator.gpus import NvmlGpu, open_gpu
 from tests.conftest import WaitUntil
 
@@ -28,6 +31,7 @@ class FakeNvml:
     def __init__(self) -> None:
         self.busy = 40
         self.is_lost = False
+        self.pid = 70
         self.samples = [(70, 1, 30), (71, 2, 0)]
 
     def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
@@ -45,7 +49,7 @@ class FakeNvml:
         return SimpleNamespace(total=(10 if handle == INSTANCE else 80) * GIB, used=7 * GIB)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=70, usedGpuMemory=None if handle == INSTANCE else 5 * GIB)]
+        return [SimpleNamespace(pid=self.pid, usedGpuMemory=None if handle == INSTANCE else 5 * GIB)]
 
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
         if handle == INSTANCE:
@@ -125,6 +129,28 @@ def test_of_a_divided_gpu_the_instances_are_shared(nvml: FakeNvml) -> None:
         assert gpu.capacity_bytes == 10 * GIB
         assert gpu.reading().held_by(70) is None
         assert gpu.reading().utilisation is None
+
+
+@pytest.mark.shows("in a container whose numbers are not the driver's, nobody is accused by them")
+def test_in_a_container_with_other_numbers_nobody_counts_and_that_is_said_once(
+    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "pid"
+    monkeypatch.setattr(gpus, "_NAMESPACE", place)
+    nvml.pid = 2**22 + 1  # there is no such process, and cannot be
+    with opened(WHOLE, nvml, [0.0]) as gpu:
+        assert gpu.read().held_by(70) == 0, "where nobody can say, numbers are the host's"
+        place.symlink_to("pid:[4026531836]")
+        assert gpu.read().held_by(70) == 0, "on the host it has just ended"
+        place.unlink()
+        place.symlink_to("pid:[4026532201]")
+        for _ in range(2):
+            reading = gpu.read()
+            assert (reading.held_by(70), reading.used_bytes) == (None, 7 * GIB)
+            assert not reading.computing
+        nvml.pid = os.getpid()  # this container's driver says its own numbers
+        assert gpu.read().held_by(os.getpid()) == 5 * GIB
+    assert caplog.text.count("GPU counted by numbers of the host") == 1
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_its_name(nvml: FakeNvml) -> None:

@@ -146,8 +146,9 @@ def rows_of(size: PlanSize) -> int:
 
 def prepare(bench: Bench, probing: Probing) -> Measured:
     """Find out what preprocessing takes and what layers leave, and plan."""
-    measured = Measured(alone_s=alone_s(bench, is_fused=False), fused_alone_s=alone_s(bench, is_fused=True))
-    measured.layers = capacities(probing, Rules(unsteady_leaves_nothing=True))
+    # First, as it warms the GPU up.
+    measured = Measured(layers=capacities(probing, Rules(unsteady_leaves_nothing=True)))
+    measured.alone_s, measured.fused_alone_s = (alone_s(bench, is_fused=is_fused) for is_fused in (False, True))
     measured.note = _plan(bench, probing, measured)
     say(f"  {bench.size.name}: {measured.note}")
     return measured

@@ -10,6 +10,7 @@ seconds of the whole GPU. This measures on a GPU; `fake_gpu.py` of the tests is 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import itertools
@@ -91,6 +92,8 @@ class Rules:
         calibration_s: how long a probe alone must last for its speed to be known.
         tries: how often a layer is measured again whose own time has changed meanwhile by more than most_growth.
         unsteady_leaves_nothing: whether a layer whose time changes each time leaves nothing, and is no error.
+        warm_up_s: steps are run before anything is measured, until some in a row take as long as each other, and at
+            most for so long: the clocks of a GPU that was idle rise for seconds.
 
     Raises:
         FeatureError: a number is negative, infinite or NaN, a calibration takes no time, or there is no try.
@@ -101,29 +104,37 @@ class Rules:
     calibration_s: float = 1e-3
     tries: int = 3
     unsteady_leaves_nothing: bool = False
+    warm_up_s: float = 10.0
 
     def __post_init__(self) -> None:
         check_number("Rules: most_growth", self.most_growth)
         check_number("Rules: least_s", self.least_s)
         check_number("Rules: calibration_s", self.calibration_s, is_above=True)
         check_whole("Rules: tries", self.tries, 1)
+        check_number("Rules: warm_up_s", self.warm_up_s)
 
 
 _log = logging.getLogger(__name__)
 _MOST_ROUNDS = 1 << 24
+# So many steps in a row, whose times are at most this far apart, are steady.
+_STEADY_STEPS, _STEADY_GROWTH = 4, 0.02
 
 
-def capacities(device: Probing, rules: Rules | None = None) -> tuple[Layer, ...]:
+def capacities(
+    device: Probing, rules: Rules | None = None, *, clock: Callable[[], float] = time.monotonic
+) -> tuple[Layer, ...]:
     """The layers of a training step, with what each leaves of both resources.
 
     Args:
         device: where it is measured.
         rules: how.
+        clock: seconds.
 
     Raises:
         FeatureError: a layer's time changes by itself, a probe has no speed, or something is of another type.
     """
     rules = _checked(device, rules)
+    warm_up(device, rules, clock)
     speeds = {resource: _Speed(device, resource, rules) for resource in Resource}
     found = []
     for layer_time in device.step(None):
@@ -133,6 +144,18 @@ def capacities(device: Probing, rules: Rules | None = None) -> tuple[Layer, ...]
         left_s = {resource: _left_s(device, layer_time.name, speeds[resource], rules) for resource in Resource}
         found.append(Layer(layer_time.name, layer_time.seconds, left_s[Resource.MEMORY], left_s[Resource.ARITHMETIC]))
     return tuple(found)
+
+
+def warm_up(device: Probing, rules: Rules, clock: Callable[[], float]) -> int:
+    """Run steps until they are steady, or it is time. How many."""
+    recent: collections.deque[float] = collections.deque(maxlen=_STEADY_STEPS)
+    end_s, count = clock() + rules.warm_up_s, 0
+    while clock() < end_s:
+        recent.append(sum(layer.seconds for layer in device.step(None)))
+        count += 1
+        if len(recent) == _STEADY_STEPS and max(recent) <= (1 + _STEADY_GROWTH) * min(recent):
+            break
+    return count
 
 
 def round_s(device: Probing, resource: Resource, rules: Rules | None = None) -> float:

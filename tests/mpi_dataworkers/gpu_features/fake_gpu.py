@@ -39,6 +39,7 @@ class FakeGpu:
         num_multiprocessors: of the GPU.
         saturated_by: the part of its multiprocessors that take all of the memory's traffic.
         noise: called for a factor of each layer's time.
+        cold_steps: as long its clocks rise, from the half: it was idle before.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class FakeGpu:
         num_multiprocessors: int = 132,
         saturated_by: float = 0.5,
         noise: Callable[[], float] = lambda: 1.0,
+        cold_steps: int = 0,
     ) -> None:
+        self._cold_steps = cold_steps
         self.num_multiprocessors = num_multiprocessors
         self.num_steps = 0
         self._layers = layers
@@ -62,7 +65,8 @@ class FakeGpu:
     def step(self, probe: Probe | None) -> Sequence[LayerTime]:
         """As `Probing`."""
         self.num_steps += 1
-        return [LayerTime(layer.name, self._seconds(layer, probe) * self._noise()) for layer in self._layers]
+        clock = min(1.0, 0.5 + 0.5 * self.num_steps / self._cold_steps) if self._cold_steps else 1.0
+        return [LayerTime(layer.name, self._seconds(layer, probe) * self._noise() / clock) for layer in self._layers]
 
     def alone_s(self, resource: Resource, num_programs: int, num_rounds: int) -> float:
         """As `Probing`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -24,6 +25,7 @@ from hetstream.mpi_dataworkers.gpu_features.capacity import (
     Rules,
     capacities,
     round_s,
+    warm_up,
 )
 from hetstream.mpi_dataworkers.gpu_features.schedule import Problem
 from tests.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
@@ -68,6 +70,17 @@ def test_a_time_that_changes_by_itself_is_an_error_and_a_little_noise_is_none() 
     assert layer.memory_s / layer.duration_s == pytest.approx(0.83, abs=0.03)
     with pytest.raises(FeatureError, match=r"layer mlp.forward: without a probe it took .* is the GPU busy"):
         capacities(FakeGpu([MLP], noise=lambda: draw.uniform(0.5, 2)))
+
+
+def test_a_gpu_that_was_idle_is_warm_before_it_is_measured() -> None:
+    """Its clocks rise for seconds, which would look like layers whose times change by themselves."""
+    cold, now_s = FakeGpu([MLP], cold_steps=40), itertools.count()
+    with pytest.raises(FeatureError, match="is the GPU busy with something else"):
+        capacities(cold, Rules(warm_up_s=0, tries=1))
+    cold = FakeGpu([MLP], cold_steps=40)
+    assert capacities(cold, clock=lambda: next(now_s) / 1000) == capacities(FakeGpu([MLP]))
+    never, now_s = FakeGpu([MLP], noise=lambda: random.uniform(0.9, 1.1)), itertools.count()
+    assert warm_up(never, Rules(warm_up_s=10), lambda: float(next(now_s))) == 9, "what is never steady has its time"
 
 
 def test_a_layer_that_is_never_steady_may_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +142,7 @@ def test_what_measures_nothing_is_refused_in_words() -> None:
 def test_what_cannot_be_measured_is_one_error() -> None:
     with pytest.raises(FeatureError, match=r"rounds of the memory probe take 0\.0 s"):
         capacities(NoSpeed([MLP]))
-    with pytest.raises(FeatureError, match="layer layer 1 was in one step and not in the next"):
+    with pytest.raises(FeatureError, match=r"layer layer \d+ was in one step and not in the next"):
         capacities(OtherLayers([MLP]), Rules(tries=1))
     if not torch.cuda.is_available():
         with pytest.raises(FeatureError, match="there is no GPU here"):

@@ -87,6 +87,7 @@ STAGES = (
         100,
         30,
         "Is the fused kernel right, also beside training and captured?",
+        "memory",
     ),
     Stage(
         "checkpoints",
@@ -94,6 +95,7 @@ STAGES = (
         50,
         20,
         "Are saves from the GPU's memory, and batches that go there, whole?",
+        "memory",
     ),
     Stage(
         "RAP quick",
@@ -111,6 +113,13 @@ STAGES = (
         "interference", _sharing("interference"), 130, 60, "What opportunistic jobs cost guaranteed ones", "real jobs"
     ),
     Stage("RAP plan 2", _rap(2, "--repeats", "1"), 120, 60, "All systems beside each other", "RAP quick"),
+    Stage(
+        "feed",
+        ("-m", "benchmarks.gpu_feed", "--out", "{out}", "--seconds", "{seconds}"),
+        90,
+        50,
+        "A ResNet-50 fed with photographs: images a second, and how long the GPU is idle",
+    ),
 )  # fmt: skip
 
 

@@ -64,8 +64,9 @@ def test_without_a_gpu_every_stage_starts_or_says_why_not(tmp_path: Path) -> Non
         assert each.like in result["why"]
     assert not found["imports"]["found"]["missing"].keys() & {"torch", "triton", "pytest"}
     assert all(isinstance(why, str) for why in found["probe"]["found"].values()), "each fact says why it is not known"
-    assert all(how.startswith("skipped") for how in found["kernel"]["found"].values())
+    assert all(how == "skipped: no CUDA device" for how in found["memory"]["found"].values())
     assert "hetstream, captured" in found["RAP quick"]["found"][0]["dry_run"]["systems"]
+    assert len(found["feed"]["found"][0]["dry_run"]) == 4, "all ways to feed"
     with tarfile.open(few / "gpu.tar.gz") as packed:
         assert "01-imports.log" in packed.getnames()
 

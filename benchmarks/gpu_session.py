@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,8 @@ _ENDS_S = 2.0
 OK, LOST, FAILED, LATE, SKIPPED, DRY = "ok", "LOST", "FAILED", "LATE", "SKIPPED", "dry run"
 _DONE = (OK, LOST)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu")
+# A test that hangs costs only itself, as far as Python can end it, and each is named as soon as it has ended.
+_PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=40", "-m", "gpu")
 _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -310,7 +312,10 @@ def judged(stage: Stage, code: int | None, folder: Path, text: str, limit_s: flo
     said = text[-6000:]
     words = text.strip().splitlines()[-1] if text.strip() else "it printed nothing"
     if (tests := folder / "tests.xml").exists():
-        lines, found = _of_tests(tests)
+        lines, found = _of_tests(_in_report(tests))
+    elif shown := re.findall(r"^\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE):
+        how = {"PASSED": "passed", "FAILED": "failure: ", "ERROR": "error: ", "SKIPPED": "skipped: "}
+        lines, found = _of_tests({name: how[word] for name, word in shown})
     elif reports := sorted(folder.glob("*.json")):
         lines, found = _of_rows(reports, text)
     else:
@@ -322,28 +327,42 @@ def judged(stage: Stage, code: int | None, folder: Path, text: str, limit_s: flo
         verdict, why = FAILED, next((line.what for line in lines if line.what and line.verdict == FAILED), words)[:300]
     elif is_dry:
         verdict = DRY
+    elif lines and lines[0].verdict == FAILED:  # there is a card, and torch does not see it, or a package is missing
+        verdict, why = FAILED, f"nothing was shown: {next(_reasons(found), words)}"[:300]
     else:
         verdict = LOST if any(line.verdict == LOST for line in lines) else OK
     return Result(stage.name, verdict, why, lines=lines, found=found, said=said)
 
 
-def _of_tests(path: Path) -> tuple[tuple[Line, ...], Any]:
-    """The tests of a report of pytest's."""
+def _reasons(found: Any) -> Iterator[str]:
+    """Why tests, rows or facts are not there."""
+    if isinstance(found, dict):
+        yield from (how for how in found.values() if isinstance(how, str) and how != "passed")
+    for document in found if isinstance(found, list) else ():
+        yield from (row["note"] for row in document["rows"] if row.get("note"))
+
+
+def _in_report(path: Path) -> dict[str, str]:
+    """The tests of a report of pytest's, and how they ended."""
     try:
         cases = list(ElementTree.parse(path).getroot().iter("testcase"))
     except ElementTree.ParseError:
-        return (), None
+        return {}
     found: dict[str, str] = {}
     for case in cases:
-        name = case.get("name", "")
         child = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
         message = (child.get("message") or "").partition("\n")[0] if child is not None else ""
-        found[name] = "passed" if child is None else f"{child.tag}: {message}"
+        found[case.get("name", "")] = "passed" if child is None else f"{child.tag}: {message}"
+    return found
+
+
+def _of_tests(found: dict[str, str]) -> tuple[tuple[Line, ...], Any]:
+    """Tests by their names."""
     failed = [name for name, how in found.items() if how.startswith(("failure", "error"))]
     passed = sum(how == "passed" for how in found.values())
     skipped = len(found) - passed - len(failed)
     figure = f"{passed} of {len(found)} tests pass" + (f", {skipped} skipped" if skipped else "")
-    lines = [Line("", FAILED if failed else OK, figure, "all")]
+    lines = [Line("", OK if passed and not failed else FAILED, figure, "all")]
     return (*lines, *(Line(f"{name}: {found[name]}"[:200], FAILED) for name in failed)), found
 
 
@@ -364,7 +383,7 @@ def _of_rows(reports: Sequence[Path], text: str) -> tuple[tuple[Line, ...], Any]
             verdict = {True: OK, False: LOST, None: "no value"}[row["met"]]
             lines.append(Line(f"{row['case']}: {row['system']}", verdict, value, row["target"]))
         with_value = sum(row["value"] is not None for row in rows)
-        lines.append(Line("", OK, f"{with_value} of {len(rows)} rows have a value"))
+        lines.append(Line("", OK if with_value else FAILED, f"{with_value} of {len(rows)} rows have a value"))
     lines += [Line(line[:300], FAILED) for line in text.splitlines() if line.startswith("FAILED: ")]
     return tuple(sorted(lines, key=lambda line: line.what != "")), found
 
@@ -378,7 +397,7 @@ def _of_printed(text: str) -> tuple[tuple[Line, ...], Any]:
                 found |= json.loads(line)
     known = sum(not isinstance(fact, str) for fact in found.values())
     figure = found.get("summary", f"{known} of {len(found)} facts are known")
-    return (Line("", OK, figure),) if found else (), found
+    return (Line("", OK if known else FAILED, figure),) if found else (), found
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str], out: int, limit_s: float) -> int | None:

@@ -256,15 +256,21 @@ class _Holdings:
         ]
 
 
-def _holdings() -> _Holdings:
+def _holdings(on_gpu: bool = False) -> _Holdings:
+    # CUDA and its libraries open pipes, events and memory of their own when they are first used, and keep them.
+    of_cuda = ("pipe:", "anon_inode:", "socket:", "/memfd:") if on_gpu else ()
     return _Holdings(
         threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
         children=frozenset(_children()),
-        descriptors=frozenset(_descriptors()),
-        shared_memory=frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+        descriptors=frozenset(each for each in _descriptors() if not each.split(" -> ")[1].startswith(of_cuda)),
+        shared_memory=frozenset(name for name in _shared_memory() if not (on_gpu and name.startswith("cuda.shm"))),
         # A job that is submitted from there writes there, unless it says otherwise.
         job_output=frozenset(map(str, Path(__file__).parents[1].glob("slurm-*"))),
     )
+
+
+def _shared_memory() -> list[str]:
+    return os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
 
 
 def _children() -> Iterator[str]:
@@ -334,17 +340,18 @@ def _resource_tracker() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_leaks(_resource_tracker: None) -> Iterator[None]:
+def _no_leaks(_resource_tracker: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a thread, child process, file descriptor or shared memory behind."""
-    before = _holdings()
+    on_gpu = request.node.get_closest_marker("gpu") is not None
+    before = _holdings(on_gpu)
     yield
-    leaked = _holdings().beyond(before)
+    leaked = _holdings(on_gpu).beyond(before)
     if leaked:
         gc.collect()  # may itself wait for processes that are on their way out
     deadline = time.monotonic() + LEAK_GRACE_S
     while leaked and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
-        leaked = _holdings().beyond(before)
+        leaked = _holdings(on_gpu).beyond(before)
     if leaked:
         pytest.fail("the test left behind " + "; ".join(leaked))
 

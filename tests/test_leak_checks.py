@@ -34,3 +34,14 @@ def test_leak_is_found_and_named(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"the test left behind {kind}:" in done.stdout
+
+
+def test_what_cuda_keeps_open_is_no_leak_of_a_test_that_needs_a_gpu(tmp_path: Path) -> None:
+    """Its events and pipes; sockets are among them, so those are not found there."""
+    for mark, code in (("@pytest.mark.gpu", 0), ("", 1)):
+        test_file = tmp_path / "test_cuda.py"
+        test_file.write_text(f"import os, pytest\n\n{mark}\ndef test_cuda():\n    os.eventfd(0); os.pipe()\n")
+        options = ["-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={tmp_path}"]
+        argv = [sys.executable, "-m", "pytest", *options, str(test_file)]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stdout + done.stderr

@@ -195,8 +195,25 @@ def test_tests_that_fail_are_named(tmp_path: Path) -> None:
     result = judged(STAGES[2], 1, tmp_path, "1 failed", 60, is_dry=False)
     assert (result.verdict, result.why) == (FAILED, "bad: failure: assert 1 == 2")
     assert result.lines[0].figure == "1 of 3 tests pass, 1 skipped"
+    (tmp_path / "tests.xml").write_text(
+        '<testsuite><testcase name="left"><skipped message="no CUDA device"/></testcase></testsuite>'
+    )
+    skipped = judged(STAGES[2], 0, tmp_path, "1 skipped", 60, is_dry=False)
+    assert (skipped.verdict, skipped.why) == (FAILED, "nothing was shown: skipped: no CUDA device")
     (tmp_path / "tests.xml").write_text("<testsuites>")
     assert judged(STAGES[2], None, tmp_path, "", 60, is_dry=False).why == "ended after 60 s: it printed nothing"
+
+
+def test_tests_that_had_ended_before_one_hung_are_kept(tmp_path: Path) -> None:
+    said = "tests/x.py::test_good PASSED [ 33%]\ntests/x.py::test_bad[1] FAILED [ 66%]\ntests/x.py::test_hangs "
+    result = judged(STAGES[2], None, tmp_path, said, 60, is_dry=False)
+    assert result.verdict == LATE
+    assert result.found == {"test_good": "passed", "test_bad[1]": "failure: "}
+
+
+def test_a_report_without_a_value_shows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rap.json").write_text(report([("a", None, None, None)]))
+    assert judged(STAGES[5], 0, tmp_path, "no CUDA device", 60, is_dry=False).verdict == FAILED
 
 
 def test_results_fit_into_two_files(tmp_path: Path) -> None:

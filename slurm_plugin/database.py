@@ -10,30 +10,22 @@ import sqlite3
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from hetstream.base.access import others_can_write, unsafe_above
+from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
 from hetstream.slurm_plugin.errors import HistoryError, UnsafePlace
 
-History = TypeVar("History", bound="HistoryFile")
-
+File = TypeVar("File", bound="DatabaseFile")
 
 _BESIDE = ("-journal", "-wal", "-shm")
 
 
 # A change is a matter of milliseconds. Who may read a file can keep it from its writer for as long as he likes.
 BUSY_TIMEOUT_S = 5.0
-
-
-class ForeignDatabase(Exception):
-    """It holds tables of another program."""
-
-
-class OtherSchema(Exception):
-    """Another release wrote it."""
 
 
 def check_beside(path: Path, *, is_own: bool = True) -> None:
@@ -98,44 +90,6 @@ def create_private(path: Path) -> None:
             raise PermissionError(errno.EPERM, text, str(path))
 
 
-def is_new(database: sqlite3.Connection, application_id: int, schema_version: int) -> bool:
-    """Whether a database has no tables yet; if it has, they are ours, of this version.
-
-    Args:
-        database: to look at.
-        application_id: what marks a file as ours (pragma application_id).
-        schema_version: what this release reads (pragma user_version).
-
-    Raises:
-        ForeignDatabase: another program's.
-        OtherSchema: ours, with the version in the text.
-        sqlite3.Error: it cannot be read.
-    """
-    (owner,) = database.execute("pragma application_id").fetchone()
-    (version,) = database.execute("pragma user_version").fetchone()
-    (num_tables,) = database.execute("select count(*) from sqlite_master").fetchone()
-    if not num_tables:
-        return True
-    if owner != application_id:
-        raise ForeignDatabase
-    if version != schema_version:
-        raise OtherSchema(f"has schema version {version}, this release reads {schema_version}")
-    return False
-
-
-@contextlib.contextmanager
-def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Change a database, all or nothing."""
-    database.execute("begin immediate")
-    try:
-        yield
-        database.execute("commit")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            database.execute("rollback")
-        raise
-
-
 def locked_by_another(exc: Exception, path: Path) -> str:
     """What to say where SQLite gave up waiting for somebody else; empty of any other error.
 
@@ -151,14 +105,20 @@ def locked_by_another(exc: Exception, path: Path) -> str:
     )
 
 
-class HistoryFile:
-    """A file of what was: base of the histories. Its errors name it, and say what to do.
+class DatabaseFile:
+    """A SQLite file of ours. Its errors are of one kind, name the file, and say what to do.
 
     Args:
         path: of the file.
         what: it is, in words.
         elsewhere: how the user names another, such as "Give another file".
     """
+
+    ERROR: ClassVar[type[HetstreamError]] = HistoryError
+    APPLICATION_ID: ClassVar[int]  # marks the file as ours (pragma application_id)
+    SCHEMA_VERSION: ClassVar[int] = 1  # what this release reads (pragma user_version)
+    # What follows where a damaged file is moved away.
+    AFRESH: ClassVar[str] = "a new one is begun"
 
     _database: sqlite3.Connection
 
@@ -176,22 +136,33 @@ class HistoryFile:
             self._database.close()
             raise
 
-    def _is_new(self, application_id: int, schema_version: int) -> bool:
-        """As `is_new`; what is not ours, or not of this release, is a `HistoryError`."""
-        try:
-            return is_new(self._database, application_id, schema_version)
-        except ForeignDatabase as exc:
-            raise HistoryError(f"{self} is another program's. {self._elsewhere}") from exc
-        except OtherSchema as exc:
-            otherwise = self._elsewhere[0].lower() + self._elsewhere[1:]
-            raise HistoryError(
-                f"{self} {exc}: use the release of hetstream that wrote it, or {otherwise} (docs/upgrade.md)"
-            ) from exc
+    def _is_new(self) -> bool:
+        """Whether it has no tables yet; if it has, they are ours, of this version.
 
-    def _make(self, tables: str, application_id: int, schema_version: int) -> None:
+        Raises:
+            HetstreamError: they are not, of the kind `ERROR`.
+            sqlite3.Error: it cannot be read.
+        """
+        (owner,) = self._database.execute("pragma application_id").fetchone()
+        (version,) = self._database.execute("pragma user_version").fetchone()
+        (num_tables,) = self._database.execute("select count(*) from sqlite_master").fetchone()
+        if not num_tables:
+            return True
+        if owner != self.APPLICATION_ID:
+            raise self.ERROR(f"{self} is another program's. {self._elsewhere}")
+        if version != self.SCHEMA_VERSION:
+            otherwise = self._elsewhere[0].lower() + self._elsewhere[1:]
+            raise self.ERROR(
+                f"{self} has schema version {version}, this release reads {self.SCHEMA_VERSION}: use the release of "
+                f"hetstream that wrote it, or {otherwise}, or move it away: {self.AFRESH} (docs/upgrade.md)"
+            )
+        return False
+
+    def _make(self, *tables: str) -> None:
+        made = "".join(f"create table if not exists {table}; " for table in tables)
         self._database.executescript(
-            f"begin immediate; pragma application_id={application_id}; pragma user_version={schema_version}; "
-            f"create table if not exists {tables}; commit;"
+            f"begin immediate; pragma application_id={self.APPLICATION_ID}; "
+            f"pragma user_version={self.SCHEMA_VERSION}; {made}commit;"
         )
 
     @contextlib.contextmanager
@@ -199,16 +170,26 @@ class HistoryFile:
         try:
             yield
         except OSError as exc:
-            raise HistoryError(
-                f"{self} cannot be opened: {exc.strerror}. {self._elsewhere}, or check: namei -l "
+            raise self.ERROR(
+                f"{self} cannot be opened: {exc.strerror or exc}. {self._elsewhere}, or check: namei -l "
                 f"{shlex.quote(str(self.path))}"
             ) from exc
         except (sqlite3.Error, msgspec.MsgspecError) as exc:
             if locked := locked_by_another(exc, self.path):
-                raise HistoryError(f"{self} cannot be used now: {locked}") from exc
-            raise HistoryError(
-                f"{self} cannot be used: {exc}. If it is damaged, move it away: a new one is begun"
-            ) from exc
+                raise self.ERROR(f"{self} cannot be used now: {locked}") from exc
+            raise self.ERROR(f"{self} cannot be used: {exc}. If it is damaged, move it away: {self.AFRESH}") from exc
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change it, all or nothing."""
+        self._database.execute("begin immediate")
+        try:
+            yield
+            self._database.execute("commit")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._database.execute("rollback")
+            raise
 
     def __str__(self) -> str:
         return f"{self._what} {self.path}"
@@ -217,7 +198,7 @@ class HistoryFile:
         """Let go of the file."""
         self._database.close()
 
-    def __enter__(self: History) -> History:
+    def __enter__(self: File) -> File:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -37,7 +37,7 @@ from hetstream.hetjob.elastic.step_terms import EMBEDDING, GRADIENT, UPDATE, Usu
 from hetstream.hetjob.job.job import for_user, setting
 from hetstream.hetjob.ports import NodeSize
 from hetstream.hetjob.site.site_file import site_value
-from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, HistoryFile, check_beside, create_private, transaction
+from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, DatabaseFile, check_beside, create_private
 
 # What is kept of a job that has ended, and what a new one is compared by. Made from a job's record; pure.
 
@@ -574,9 +574,6 @@ KEEP_S, KEEP_JOBS = 366 * 86400.0, 10_000
 _MOST_OF_RECORD = 1 << 20
 # What records of older releases do not say of a job.
 _NEWER_FIELDS = ("directory", "commands", "files")
-# Marks the file as ours (pragma application_id): "hetj".
-_APPLICATION_ID = 0x6865746A
-_SCHEMA_VERSION = 1
 _KEY_BYTES = 32
 
 
@@ -594,7 +591,7 @@ def keeps_plain_names(environ: Mapping[str, str]) -> bool:
     return site_value(JOB_HISTORY_USERS, environ) == "plain"
 
 
-class JobHistory(HistoryFile):
+class JobHistory(DatabaseFile):
     """The file, made where it does not exist.
 
     Args:
@@ -609,6 +606,8 @@ class JobHistory(HistoryFile):
     Raises:
         HistoryError: it cannot be used, or is another program's.
     """
+
+    APPLICATION_ID = 0x6865746A  # "hetj"
 
     def __init__(
         self, directory: Path, *, plain_names: bool = False, keep_s: float = KEEP_S, keep_jobs: int = KEEP_JOBS
@@ -636,12 +635,12 @@ class JobHistory(HistoryFile):
     def _prepare(self) -> None:
         if not self.is_read_only:
             self._database.execute("pragma locking_mode=exclusive")
-        new = self._is_new(_APPLICATION_ID, _SCHEMA_VERSION)
+        new = self._is_new()
         if not self.is_read_only:
             self._database.execute("pragma journal_mode=wal")
         if new and not self.is_read_only:
             tables = "jobs (job text not null, ended_s real not null, record text not null, primary key (job, ended_s))"
-            self._make(tables, _APPLICATION_ID, _SCHEMA_VERSION)
+            self._make(tables)
         if not self._plain_names:
             self._key = self._key_of_place()
 
@@ -666,7 +665,7 @@ class JobHistory(HistoryFile):
             return 0
         with self._named():
             before = self._count()
-            with transaction(self._database):
+            with self._changing():
                 for job in jobs:
                     self._add(job, now_s)
                 added = self._count() - before
@@ -742,7 +741,7 @@ class JobHistory(HistoryFile):
         found = _read_key(path)
         if found or found is None or self.is_read_only:
             return found
-        with transaction(self._database):
+        with self._changing():
             found = _read_key(path)
             if found == b"":
                 found = secrets.token_bytes(_KEY_BYTES)

@@ -195,7 +195,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/job/processes.py": "start_child",
         "hetjob/job/job.py": "_num_ready",
         "mpi_dataworkers/dispatcher/events.py": "EventLog.__init__ _opened",
-        "mpi_dataworkers/dispatcher/server.py": "Journal._open _locked _write_summary remove_leftovers*2",
+        "mpi_dataworkers/dispatcher/server.py": "Journal._open _write_summary remove_leftovers*2",
         "mpi_dataworkers/process/interpreter.py": "announce announced remove_announcement",
         "mpi_dataworkers/wire/address.py": "read_address_file*2 remove_address_file write_address_file*2",
         "mpi_dataworkers/wire/pipeline_transfer.py": "_write*6 read_into*2 remove_all remove_unused*2",
@@ -236,7 +236,8 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/daemon/server.py": "Daemon._listen Daemon.run",
     },
     "daemon state": {
-        "slurm_plugin/daemon/store.py": "Store.__init__*2 Store._take_lock remembered_jobs remembered_settings",
+        "slurm_plugin/daemon/store.py": "Store.__init__ Store._connect _LeftState._connect*2",
+        "hetstream/base/locks.py": "hold_directory",
         "slurm_plugin/database.py": "make_place",
     },
     "history": {

@@ -1,4 +1,4 @@
-"""A lock among processes of one user, which nobody else can hold. Used by trainers of a host and by devclusters.
+"""Locks among processes of one user, which nobody else can hold: of a host's trainers, and of a service's directory.
 
 flock(2) takes any descriptor of a file or directory, so whoever may open one may lock it, and hold up everybody else
 for as long as he likes: /run and /dev/shm are open to all. The file of this lock can be opened by its owner alone, and
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hetstream.base.files import UntrustedFile
+from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.posix import fcntl, open_flags
 
 _POLL_S = 0.005
@@ -52,6 +52,33 @@ def own_lock(path: Path, timeout_s: float) -> Iterator[None]:
             # By name, and not by closing alone: a child that was forked meanwhile may have a copy.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+
+class DirectoryInUse(Exception):
+    """Another process holds a directory; the text is its process id, or "unknown"."""
+
+
+def hold_directory(directory: Directory) -> int:
+    """Hold a directory for this process alone, by a file `lock` in it that says which process it is.
+
+    Returns:
+        A descriptor; the directory is held until it is closed.
+
+    Raises:
+        DirectoryInUse: another process holds it.
+        OSError: the file cannot be made.
+    """
+    lock = directory.open_file("lock", os.O_RDWR | os.O_CREAT)
+    try:
+        keep_to_owner(lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise DirectoryInUse(holder) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
 
 
 def keep_to_owner(descriptor: int) -> None:

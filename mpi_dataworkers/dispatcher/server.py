@@ -6,7 +6,6 @@ Called by `hetstream internal dispatcher`. It never sees a sample, and never unp
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import logging
@@ -23,7 +22,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile, own_directory
-from hetstream.base.locks import keep_to_owner
+from hetstream.base.locks import DirectoryInUse, hold_directory
 from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped, EventLog
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.dispatcher.tables import (
@@ -95,18 +94,13 @@ def remove_leftovers(work_dir: Path) -> None:
 
 def _locked(directory: Directory) -> int:
     """The descriptor whose lock says that this process has the directory."""
-    lock = directory.open_file("lock", os.O_RDWR | os.O_CREAT)
-    keep_to_owner(lock)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
+        return hold_directory(directory)
+    except DirectoryInUse as error:
         raise ServiceError(
-            f"work directory {directory.path} is in use by the dispatcher with process id {holder}. One dispatcher a "
+            f"work directory {directory.path} is in use by the dispatcher with process id {error}. One dispatcher a "
             "directory: stop that one, or give another --work-dir."
         ) from error
-    return lock
 
 
 class Journal:
@@ -131,8 +125,6 @@ class Journal:
                 f"work directory {work_dir} cannot be used: {error.strerror or error}. It holds the keys of the "
                 "service, and is to be this user's alone: give another --work-dir"
             ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         try:
             self._open()
         except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:

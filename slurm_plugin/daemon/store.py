@@ -7,12 +7,10 @@ its answer, so a job never knows more than the daemon's next life, and no report
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -20,30 +18,18 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
-from hetstream.base.locks import keep_to_owner
+from hetstream.base.locks import DirectoryInUse, hold_directory
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.daemon.registry import Registered, Times
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, Promise, decode_settings
-from hetstream.slurm_plugin.database import (
-    ForeignDatabase,
-    OtherSchema,
-    check_beside,
-    create_private,
-    is_new,
-    locked_by_another,
-    make_place,
-    transaction,
-)
+from hetstream.slurm_plugin.database import DatabaseFile, check_beside, create_private, make_place
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = "daemon.sqlite"
 HISTORY_FILE = "history.sqlite"
-# Marks the file as ours (pragma application_id): "hetd".
-_APPLICATION_ID = 0x68657464
-_SCHEMA_VERSION = 1
 _MAX_WAL_BYTES = 1 << 20
 # SQLite keeps whatever is written, also in a column of another type, and infinite numbers.
 _MOST_TIME_S = 1e12
@@ -55,7 +41,74 @@ _DecisionRow = tuple[_Number, str, str, _Limit | None, _Limit | None, str, int, 
 MAX_DECISIONS = 20_000
 
 
-class Store:
+class _StateFile(DatabaseFile):
+    """What is remembered, for whoever reads it."""
+
+    ERROR = DaemonStateError
+    APPLICATION_ID = 0x68657464  # "hetd"
+    AFRESH = "jobs report again by themselves"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / STATE_FILE, "the daemon's state", "Give another --state-dir")
+
+    def _check(self) -> None:
+        self._is_new()
+        found = [str(row[0]) for row in self._database.execute("pragma integrity_check")]
+        if found != ["ok"]:
+            raise DaemonStateError(f"{self} is damaged: {'; '.join(found[:3])}. Move it away: {self.AFRESH}")
+
+    def jobs(self) -> list[Registered]:
+        """All jobs that are remembered.
+
+        Raises:
+            DaemonStateError: the file is damaged.
+        """
+        with self._named():
+            rows = self._database.execute(
+                "select user, report, sent_ns, seen_s, weight, max_workers, reason from jobs order by job"
+            )
+            jobs = []
+            for row in rows:
+                user, text, sent_ns, seen_s, weight, limit, reason = msgspec.convert(row, _JobRow)
+                report = typed_json.decode(text, ReportDemand)
+                jobs.append(Registered(user, report, sent_ns, seen_s, weight, limit, reason))
+            return jobs
+
+    def settings(self) -> PolicySettings:
+        """Which policy divides; the usual one where nobody has set any.
+
+        Raises:
+            DaemonStateError: the file is damaged, or names a policy that this release does not have.
+        """
+        with self._named():
+            # A daemon of before had no such table.
+            tables = {name for (name,) in self._database.execute("select name from sqlite_master")}
+            row = self._database.execute("select value from settings").fetchone() if "settings" in tables else None
+        try:
+            return decode_settings(row[0]) if row else PolicySettings()
+        except PolicyError as error:
+            raise DaemonStateError(
+                f"{self}: {error}. Start the release of hetstream that wrote it and set another policy, or move the "
+                "file away"
+            ) from error
+
+
+class _LeftState(_StateFile):
+    """What a daemon has left, or keeps now, read without becoming it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._open(self._connect, self._check)
+
+    def _connect(self) -> sqlite3.Connection:
+        self.is_there = self.path.exists()
+        if not self.is_there:
+            return sqlite3.connect(":memory:")
+        check_beside(self.path, is_own=False)
+        return sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)
+
+
+class Store(_StateFile):
     """The file, for one daemon at a time.
 
     Args:
@@ -67,69 +120,44 @@ class Store:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / STATE_FILE
+        super().__init__(directory)
         self._has_said_damage = False
         with self._named():
             make_place(directory.absolute(), 0o700)  # root's link may lead to it, as with systemd's DynamicUser=
             with Directory.open_safe(directory) as opened:
-                self._lock = opened.open_file("lock", os.O_RDWR | os.O_CREAT)
+                try:
+                    self._lock = hold_directory(opened)
+                except DirectoryInUse as error:
+                    raise DaemonStateError(
+                        f"{directory} is in use by the daemon with process id {error}. Stop that one, or give another "
+                        "--state-dir"
+                    ) from error
         try:
-            self._take_lock(directory)
-            with self._named():
-                create_private(self.path)
-                self._database = sqlite3.connect(self.path, isolation_level=None)
+            self._open(self._connect, self._prepare)
         except BaseException:
             os.close(self._lock)
             raise
-        try:
-            with self._named():
-                self._prepare()
-        except BaseException:
-            self.close()
-            raise
 
-    def _take_lock(self, directory: Path) -> None:
-        keep_to_owner(self._lock)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise DaemonStateError(
-                f"{directory} is in use by the daemon with process id {holder}. Stop that one, or give another "
-                "--state-dir"
-            ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+    def _connect(self) -> sqlite3.Connection:
+        create_private(self.path)
+        return sqlite3.connect(self.path, isolation_level=None)
 
     def _prepare(self) -> None:
-        _check(self._database, self.path)
+        self._check()
         # The log is not synced at every commit: what a power failure takes are reports that jobs repeat within seconds.
         self._database.execute("pragma journal_mode=wal")
         self._database.execute("pragma synchronous=normal")
         self._database.execute(f"pragma journal_size_limit={_MAX_WAL_BYTES}")
-        self._database.executescript(
-            f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "
-            "create table if not exists jobs (job text primary key, user text not null, report text not null, "
-            "sent_ns integer not null, seen_s real not null, weight real not null, max_workers integer, "
-            "reason text not null); "
-            "create table if not exists promises (job text primary key, done_s real not null, due_s real not null, "
-            "seen_s real not null); "
-            "create table if not exists times (job text primary key, changed_s real, starved_s real); "
-            "create table if not exists settings (only_row integer primary key check (only_row = 1), "
-            "value text not null); "
-            "create table if not exists decisions (number integer primary key autoincrement, time_s real not null, "
-            "job text not null, user text not null, before integer, after integer, policy text not null, "
-            "is_told integer not null, reason text not null); commit;"
+        self._make(
+            "jobs (job text primary key, user text not null, report text not null, sent_ns integer not null, "
+            "seen_s real not null, weight real not null, max_workers integer, reason text not null)",
+            "promises (job text primary key, done_s real not null, due_s real not null, seen_s real not null)",
+            "times (job text primary key, changed_s real, starved_s real)",
+            "settings (only_row integer primary key check (only_row = 1), value text not null)",
+            "decisions (number integer primary key autoincrement, time_s real not null, job text not null, "
+            "user text not null, before integer, after integer, policy text not null, is_told integer not null, "
+            "reason text not null)",
         )
-
-    def jobs(self) -> list[Registered]:
-        """All jobs that are remembered.
-
-        Raises:
-            DaemonStateError: the file is damaged.
-        """
-        with self._named():
-            return _read(self._database)
 
     def promises(self) -> dict[str, Promise]:
         """What the jobs that are remembered have claimed of their remaining work.
@@ -180,7 +208,7 @@ class Store:
         Raises:
             DaemonStateError: it cannot be written.
         """
-        with self._named(), transaction(self._database):
+        with self._named(), self._changing():
             for name, job in jobs.items():
                 for table in ("jobs", "promises", "times"):
                     self._database.execute(f"delete from {table} where job = ?", (name,))
@@ -243,41 +271,20 @@ class Store:
                 found.append(DecisionTaken(time_s, job_id, by, before, after, policy, bool(is_told), reason))
         return tuple(found)
 
-    def settings(self) -> PolicySettings:
-        """Which policy divides; the usual one where nobody has set any.
-
-        Raises:
-            DaemonStateError: the file is damaged, or names a policy that this release does not have.
-        """
-        with self._named():
-            row = self._database.execute("select value from settings").fetchone()
-        return _settings(row, self.path)
-
     def save_settings(self, settings: PolicySettings) -> None:
         """Remember which policy divides.
 
         Raises:
             DaemonStateError: it cannot be written.
         """
-        with self._named(), transaction(self._database):
+        with self._named(), self._changing():
             value = msgspec.json.encode(settings).decode()
             self._database.execute("insert or replace into settings values (1, ?)", (value,))
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        with _named(self.path):
-            yield
-
     def close(self) -> None:
         """Let go of the directory."""
-        self._database.close()
+        super().close()
         os.close(self._lock)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def remembered_jobs(directory: Path) -> list[Registered]:
@@ -286,14 +293,8 @@ def remembered_jobs(directory: Path) -> list[Registered]:
     Raises:
         DaemonStateError: it cannot be read.
     """
-    path = directory / STATE_FILE
-    with _named(path):
-        if not path.exists():
-            return []
-        check_beside(path, is_own=False)
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-            _check(database, path)
-            return _read(database)
+    with _LeftState(directory) as state:
+        return state.jobs() if state.is_there else []
 
 
 def remembered_settings(directory: Path) -> PolicySettings:
@@ -302,69 +303,9 @@ def remembered_settings(directory: Path) -> PolicySettings:
     Raises:
         DaemonStateError: it cannot be read.
     """
-    path = directory / STATE_FILE
-    with _named(path):
-        if not path.exists():
-            return PolicySettings()
-        check_beside(path, is_own=False)
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-            _check(database, path)
-            # A daemon of before had no such table.
-            tables = {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
-            row = database.execute("select value from settings").fetchone() if "settings" in tables else None
-    return _settings(row, path)
-
-
-def _settings(row: tuple[str] | None, path: Path) -> PolicySettings:
-    try:
-        return decode_settings(row[0]) if row else PolicySettings()
-    except PolicyError as error:
-        raise DaemonStateError(
-            f"{path}: {error}. Start the release of hetstream that wrote it and set another policy, or move the file "
-            "away"
-        ) from error
-
-
-def _check(database: sqlite3.Connection, path: Path) -> None:
-    try:
-        is_new(database, _APPLICATION_ID, _SCHEMA_VERSION)
-    except ForeignDatabase as exc:
-        raise DaemonStateError(f"{path} is another program's. Give another --state-dir") from exc
-    except OtherSchema as exc:
-        raise DaemonStateError(
-            f"{path} {exc}: move it away, jobs report again by themselves; or start the release of hetstream that "
-            "wrote it (docs/upgrade.md)"
-        ) from exc
-    found = [str(row[0]) for row in database.execute("pragma integrity_check")]
-    if found != ["ok"]:
-        raise DaemonStateError(
-            f"{path} is damaged: {'; '.join(found[:3])}. Move it away: jobs report again by themselves"
-        )
-
-
-def _read(database: sqlite3.Connection) -> list[Registered]:
-    rows = database.execute("select user, report, sent_ns, seen_s, weight, max_workers, reason from jobs order by job")
-    jobs = []
-    for row in rows:
-        user, report, sent_ns, seen_s, weight, limit, reason = msgspec.convert(row, _JobRow)
-        jobs.append(Registered(user, typed_json.decode(report, ReportDemand), sent_ns, seen_s, weight, limit, reason))
-    return jobs
+    with _LeftState(directory) as state:
+        return state.settings()
 
 
 def _is_time(value: object) -> bool:
     return value is None or (isinstance(value, float) and 0 <= value <= _MOST_TIME_S)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        why = exc.strerror or exc
-        raise DaemonStateError(f"{exc.filename or path} cannot be opened: {why}. See --state-dir") from exc
-    except (sqlite3.Error, msgspec.MsgspecError) as exc:
-        if locked := locked_by_another(exc, path):
-            raise DaemonStateError(f"{path} cannot be used now: {locked}") from exc
-        raise DaemonStateError(
-            f"{path} cannot be used: {exc}. If it is damaged, move it away: jobs report again by themselves"
-        ) from exc

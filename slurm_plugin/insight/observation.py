@@ -21,7 +21,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.process import sleep_in_parts
 from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, whole_if_near
 from hetstream.slurm_plugin.client.model import Cluster, Job, Snapshot
-from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, HistoryFile, create_private, transaction
+from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, DatabaseFile, create_private
 from hetstream.slurm_plugin.errors import NodesHidden
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure
 from hetstream.slurm_plugin.insight.node_table import alike_jobs
@@ -233,12 +233,9 @@ def _sum(parts: Sequence[Waiting]) -> Waiting:
 # use one file. It holds no names of users or jobs.
 
 KEEP_S = 92 * 86400.0
-# Marks the file as ours (pragma application_id): "hets".
-_APPLICATION_ID = 0x68657473
-_SCHEMA_VERSION = 1
 
 
-class History(HistoryFile):
+class History(DatabaseFile):
     """The file, made with mode 0600 where it does not exist.
 
     Args:
@@ -247,6 +244,8 @@ class History(HistoryFile):
     Raises:
         HistoryError: it cannot be used, or is another program's.
     """
+
+    APPLICATION_ID = 0x68657473  # "hets"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "history", "Give another file")
@@ -257,9 +256,8 @@ class History(HistoryFile):
         return sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
     def _prepare(self) -> None:
-        if self._is_new(_APPLICATION_ID, _SCHEMA_VERSION):
-            tables = "samples (taken_s real primary key, sample text not null)"
-            self._make(tables, _APPLICATION_ID, _SCHEMA_VERSION)
+        if self._is_new():
+            self._make("samples (taken_s real primary key, sample text not null)")
 
     def append(self, sample: Sample) -> None:
         """Keep a sample, and drop those that are too old.
@@ -267,7 +265,7 @@ class History(HistoryFile):
         Raises:
             HistoryError: it cannot be written.
         """
-        with self._named(), transaction(self._database):  # of both, so that they are waited for once
+        with self._named(), self._changing():  # of both, so that they are waited for once
             self._database.execute(
                 "insert or replace into samples values (?, ?)", (sample.taken_s, msgspec.json.encode(sample).decode())
             )

@@ -224,7 +224,7 @@ def restored(path: Path, number: int) -> None:
         (ask, SITE_VERSION, SiteError, "install one release of hetstream for the daemon and the job masters"),
         (journal, 3, ServiceError, "Move it away and start the dispatcher again"),
         (address, 1, ServiceError, "install one release of hetstream in all environments of a job"),
-        (daemon, 1, DaemonStateError, "move it away, jobs report again by themselves"),
+        (daemon, 1, DaemonStateError, "move it away: jobs report again by themselves"),
         (history, 1, HistoryError, "or give another file"),
         (installed, 1, DamagedRecord, "uninstall with the release of hetstream that installed"),
         (restored, 1, OtherRelease, "go on with the release of hetstream that wrote it"),

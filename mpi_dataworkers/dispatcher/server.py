@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hetstream.base import typed_json
+from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory, UntrustedFile, own_directory
 from hetstream.base.locks import DirectoryInUse, hold_directory
 from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped, EventLog
@@ -45,7 +46,7 @@ from hetstream.mpi_dataworkers.wire.messages import LoaderStats, ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import is_there, remove_all, remove_unused
 
 if TYPE_CHECKING:
-    from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
+    from hetstream.base.prometheus import MetricsServer
 
 # What the dispatcher remembers across its own death: SQLite in WAL mode, one commit for each burst of messages.
 #
@@ -361,11 +362,15 @@ def _open_metrics(where: tuple[str, int] | None, state: DispatcherState) -> Metr
     if where is None:
         return None
     try:
-        from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
+        from hetstream.base.prometheus import MetricsServer  # it is an extra
+        from hetstream.mpi_dataworkers.dispatcher.metrics import ServiceCollector
 
-        server = MetricsServer(*where, state.status(time.monotonic()))
-    except ServiceError as error:
+        server = MetricsServer(*where, ServiceCollector(state.status(time.monotonic())))
+    except HetstreamError as error:
         _log.error("no metrics: %s", error)
+        return None
+    except OSError as error:
+        _log.error("no metrics: metrics cannot be served at %s:%d: %s", *where, error.strerror)
         return None
     _log.info("metrics at %s", server.url)
     return server

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a cluster, for `hetstream exporter`. The home of prometheus_client on the cluster's side.
+"""Prometheus metrics of a cluster, for `hetstream exporter`.
 
 A scrape shows the newest reading and asks Slurm nothing. When slurmctld does not answer, `hetstream_up` is 0 and what
 was seen before is not shown as if it were now. Units are Prometheus's: seconds, bytes, ratios.
@@ -7,26 +7,18 @@ was seen before is not shown as if it were now. Units are Prometheus's: seconds,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from hetstream.base import prometheus
 from hetstream.base.errors import HetstreamError
-from hetstream.base.installed import install_command
+from hetstream.base.prometheus import Column, Metric, ReadingCollector, families
 from hetstream.slurm_plugin.client.counted import Counted, counted
 from hetstream.slurm_plugin.client.model import Partition
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow, look
-from hetstream.slurm_plugin.errors import ServeError
 from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
 from hetstream.slurm_plugin.insight.observation import Observation, Reading, Waiting
-from hetstream.slurm_plugin.render.page import listening
-
-try:
-    from prometheus_client.core import CounterMetricFamily, Metric
-
-    from hetstream.mpi_dataworkers.dispatcher.metrics import Column, Exposition, PrintableCollector, families
-except ImportError as error:
-    raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
+from hetstream.slurm_plugin.render.page import cannot_listen
 
 MB_BYTES = 1024 * 1024
 # One rule for all: `client/counted.py`.
@@ -110,20 +102,18 @@ _PARTITION: list[Column[Counted]] = [
 ]
 
 
-class ClusterCollector(PrintableCollector):
-    """Turns the newest reading into metrics; it may be replaced while a scrape is answered."""
+class ClusterCollector(ReadingCollector):
+    """Turns the newest reading into metrics."""
 
     def __init__(self) -> None:
-        self.reading = Reading()
+        super().__init__(Reading())
 
     def collect(self) -> Iterator[Metric]:
         """The metrics; called by prometheus_client for each scrape."""
-        reading = self.reading
+        reading: Reading = self.reading
         yield from families(_READING, [], [([], reading)])
-        errors = CounterMetricFamily("hetstream_read_errors_total", "Readings that failed.", labels=["kind"])
-        for kind, count in reading.num_errors.items():
-            errors.add_metric([kind], count)
-        yield errors
+        errors: list[Column[int]] = [("hetstream_read_errors_total", "Readings that failed.", lambda count: count)]
+        yield from families(errors, ["kind"], [([kind], count) for kind, count in reading.num_errors.items()])
         seen = reading.observation
         if seen is None:
             return
@@ -134,34 +124,18 @@ class ClusterCollector(PrintableCollector):
         yield from families(_PARTITION, ["partition"], partitions)
 
 
-class ReadingCollector(Protocol):
-    """A collector with a newest reading."""
-
-    reading: Any
-
-    def collect(self) -> Iterable[Metric]:
-        """The metrics of that reading."""
-
-
-class MetricsServer:
-    """Serves a collector at `http://HOST:PORT/metrics` until it is closed.
-
-    Args:
-        host, port: where; port 0 finds a free one.
-        collector: of the metrics.
+class MetricsServer(prometheus.MetricsServer):
+    """As the one of `base`.
 
     Raises:
         ServeError: the address cannot be listened on.
     """
 
     def __init__(self, host: str, port: int, collector: ReadingCollector) -> None:
-        exposition = Exposition(collector)
-        self._server = listening(host, port, lambda path, accept: exposition.document(path, accept, collector.reading))
-        self.url = f"{self._server.url}metrics"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.close()
+        try:
+            super().__init__(host, port, collector)
+        except OSError as error:
+            raise cannot_listen(host, port, error) from error
 
 
 def _counted_in(partition: Partition, seen: Observation) -> Counted:
@@ -172,13 +146,6 @@ def _counted_in(partition: Partition, seen: Observation) -> Counted:
 #
 # A scrape shows the newest reading. While the coordinator does not answer, `hetstream_gpu_up` is 0 and nothing else is
 # shown.
-
-try:
-    from prometheus_client.core import Metric
-
-    from hetstream.mpi_dataworkers.dispatcher.metrics import Column, PrintableCollector, families
-except ImportError as error:
-    raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
 _log = logging.getLogger(__name__)
 
@@ -228,7 +195,7 @@ class GpuReading:
     table: GpuTable | None = None
 
 
-class GpuCollector(PrintableCollector):
+class GpuCollector(ReadingCollector):
     """Reads the coordinator, and turns the newest reading into metrics.
 
     Args:
@@ -238,8 +205,8 @@ class GpuCollector(PrintableCollector):
     """
 
     def __init__(self, socket: str, coordinator_uid: int | None, *, public: bool) -> None:
+        super().__init__(GpuReading())
         self._socket, self._coordinator_uid, self._public = socket, coordinator_uid, public
-        self.reading = GpuReading()
 
     def read(self) -> None:
         """Ask the coordinator now."""
@@ -252,7 +219,7 @@ class GpuCollector(PrintableCollector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics; called by prometheus_client for each scrape."""
-        table = self.reading.table
+        table: GpuTable | None = self.reading.table
         up: list[Column[GpuReading]] = [
             ("hetstream_gpu_up", "Whether the coordinator answered the last time (1) or not (0).", _is_up)
         ]

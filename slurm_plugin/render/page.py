@@ -425,18 +425,12 @@ def serve_documents(host: str, port: int, documents: Callable[[], Mapping[str, D
     Raises:
         ServeError: the address cannot be listened on.
     """
-    return listening(host, port, lambda path, _: documents().get(path))
-
-
-def listening(host: str, port: int, document: Callable[[str, str], Document | None]) -> WebServer:
-    """A server, or the error that says what to do.
-
-    Raises:
-        ServeError: the address cannot be listened on.
-    """
     try:
-        return WebServer(host, port, document)
-    except OSError as exc:
-        raise ServeError(
-            f"{host}:{port} cannot be listened on: {exc.strerror}. Give another one: --listen=HOST:PORT"
-        ) from exc
+        return WebServer(host, port, lambda path, _: documents().get(path))
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ServeError:
+    """The error that says what to do."""
+    return ServeError(f"{host}:{port} cannot be listened on: {error.strerror}. Give another one: --listen=HOST:PORT")

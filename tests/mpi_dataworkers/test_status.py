@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hetstream import DataLoader
 from hetstream.base.errors import ConfigError
+from hetstream.base.prometheus import MetricsServer
 from hetstream.base.training_progress import TrainingProgress
+from hetstream.mpi_dataworkers.dispatcher import server as dispatcher_server
 from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.dispatcher.events import DataWorkersChanged
-from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
+from hetstream.mpi_dataworkers.dispatcher.metrics import ServiceCollector
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.dispatcher.tables import Instruction, Send
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
@@ -197,7 +200,7 @@ def scrape(url: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 def test_metrics_have_units_and_bounded_labels() -> None:
     state = busy_state()
-    server = MetricsServer("127.0.0.1", 0, state.status(2.0))
+    server = MetricsServer("127.0.0.1", 0, ServiceCollector(state.status(2.0)))
     try:
         series = scrape(server.url)
         assert series["hetstream_data_worker_steps_total"] == [
@@ -219,11 +222,23 @@ def test_metrics_have_units_and_bounded_labels() -> None:
         server.close()
 
 
+def test_a_dispatcher_without_prometheus_client_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "prometheus_client"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("hetstream.base.prometheus", "hetstream.mpi_dataworkers.dispatcher.metrics"):
+        monkeypatch.delitem(sys.modules, name)
+    assert dispatcher_server._open_metrics(("127.0.0.1", 0), busy_state()) is None
+    assert "no metrics: metrics need the package prometheus-client. Run: " in caplog.text
+
+
 def test_metrics_are_made_once_for_a_state_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = MetricsServer("127.0.0.1", 0, busy_state().status(2.0))
+    collector = ServiceCollector(busy_state().status(2.0))
+    server = MetricsServer("127.0.0.1", 0, collector)
     made: list[object] = []
-    collect = server.collect
-    monkeypatch.setattr(server, "collect", lambda: [made.append(1), *collect()][1:])
+    collect = collector.collect
+    monkeypatch.setattr(collector, "collect", lambda: [made.append(1), *collect()][1:])
     try:
         assert scrape(server.url) == scrape(server.url)
         assert len(made) == 1
@@ -307,7 +322,7 @@ def test_the_statistics_count_the_pass_that_is_open() -> None:
 @pytest.fixture
 def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """To be named before `service`: its dispatcher is to serve metrics where somebody else does."""
-    server = MetricsServer("127.0.0.1", 0, busy_state().status(2.0))
+    server = MetricsServer("127.0.0.1", 0, ServiceCollector(busy_state().status(2.0)))
     monkeypatch.setenv("HETSTREAM_METRICS_PORT", re.findall(r":(\d+)/", server.url)[0])
     yield
     server.close()

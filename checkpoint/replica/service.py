@@ -13,12 +13,11 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.limits import Places
 from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError, reach
 from hetstream.checkpoint.memory.segment import (
     MAX_METADATA_BYTES,
@@ -136,49 +135,6 @@ def _origin(content: SlotContent, rank: int) -> Origin:
     return origin
 
 
-# Who has to leave when more callers wait to be known than there is room for. Pure; used by the service.
-
-T = TypeVar("T")
-
-
-class UnknownCallers(Generic[T]):
-    """Callers that have not proved the key yet, in the order in which they came.
-
-    A newcomer is always taken in. So a crowd that says nothing keeps out nobody who has the key: who comes from another
-    address than the crowd never leaves for it, and who comes from the same one leaves only if `room` others come
-    between its two messages.
-
-    Args:
-        room: how many may wait.
-    """
-
-    def __init__(self, room: int) -> None:
-        self._room = room
-        self._waiting: list[tuple[str, T]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, address: str, caller: T) -> T | None:
-        """Take a caller in.
-
-        Returns:
-            Who has to leave for it: the oldest of an address that has the most; None: nobody.
-        """
-        self._waiting.append((address, caller))
-        if len(self._waiting) <= self._room:
-            return None
-        counts = Counter(address for address, _ in self._waiting)
-        most = max(counts.values())
-        leaving = next(waiting for waiting in self._waiting if counts[waiting[0]] == most)
-        self._waiting.remove(leaving)
-        return leaving[1]
-
-    def discard(self, caller: T) -> None:
-        """A caller is known now, or has gone. A second time does nothing."""
-        self._waiting = [waiting for waiting in self._waiting if waiting[1] is not caller]
-
-
 _log = logging.getLogger(__name__)
 
 # Callers that have not proved the key yet; each has a thread. Peers need milliseconds for it.
@@ -219,7 +175,7 @@ class ReplicaService:
         self._wake = threading.Event()
         self._keeping = threading.Lock()
         self._channels: set[Channel] = set()
-        self._unknown: UnknownCallers[Channel] = UnknownCallers(_MAX_UNKNOWN)
+        self._unknown: Places[Channel] = Places(_MAX_UNKNOWN)
         self._unknown_lock = threading.Lock()
         self._sent: Generation | None = None
         self._server = _listen()
@@ -347,8 +303,12 @@ class ReplicaService:
             threads = [thread for thread in threads if thread.is_alive()]
             channel = Channel(peer)
             self._channels.add(channel)
+            # A newcomer is always taken in, so a silent crowd keeps out nobody who has the key: a caller from another
+            # address never leaves for it, one from the same address only if so many come before its next message.
             with self._unknown_lock:
-                leaving = self._unknown.add(address[0], channel)
+                self._unknown.enter(channel, address[0])
+                if leaving := self._unknown.one_too_many():
+                    self._unknown.leave(leaving)
             if leaving:
                 leaving.interrupt()
             thread = threading.Thread(target=self._talk, args=(channel,), name="replica talk", daemon=True)
@@ -384,7 +344,7 @@ class ReplicaService:
 
     def _is_known(self, channel: Channel) -> None:
         with self._unknown_lock:
-            self._unknown.discard(channel)
+            self._unknown.leave(channel)
 
     def _keep(self, channel: Channel, request: Request) -> None:
         if request.rank not in self.order.serves:

@@ -63,6 +63,17 @@ def test_places_go_to_those_who_take_few() -> None:
     assert (places.one_too_many(), len(places), list(places)) == (None, 4, [2, 3, 10, 11])
 
 
+def test_where_each_has_one_place_the_oldest_leaves() -> None:
+    places: Places[int] = Places(2)
+    left = []
+    for number in range(5):
+        places.enter(number, str(number))
+        if (leaving := places.one_too_many()) is not None:
+            places.leave(leaving)
+            left.append(leaving)
+    assert left == [0, 1, 2]
+
+
 def test_one_asks_and_is_answered(server: WebServer) -> None:
     assert ask(server) == ask(server, "/?x=1") == (200, "here\n")
     assert ask(server, method="HEAD") == (200, "")

@@ -16,29 +16,12 @@ from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.replica import rendezvous, wire
 from hetstream.checkpoint.replica.rendezvous import Endpoint
-from hetstream.checkpoint.replica.service import _MAX_UNKNOWN, ReplicaService, UnknownCallers
+from hetstream.checkpoint.replica.service import _MAX_UNKNOWN, ReplicaService
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request, order_of
 
 TIMEOUT_S = 20.0
 # Loopback addresses of the crowd; a peer comes from 127.0.0.1.
 ELSEWHERE = "127.0.0.9"
-
-
-def test_the_oldest_of_the_address_with_the_most_leaves() -> None:
-    callers: UnknownCallers[int] = UnknownCallers(3)
-    assert [callers.add(address, number) for number, address in enumerate("abb")] == [None, None, None]
-    assert callers.add("b", 3) == 1
-    assert callers.add("c", 4) == 2
-    assert callers.add("c", 5) == 4  # c has the most now
-    callers.discard(0)
-    callers.discard(0)
-    assert len(callers) == 2
-    assert callers.add("a", 6) is None
-
-
-def test_where_each_has_one_the_oldest_leaves() -> None:
-    callers: UnknownCallers[int] = UnknownCallers(2)
-    assert [callers.add(str(number), number) for number in range(5)] == [None, None, 0, 1, 2]
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/ops/process_memory.py": "_mapping_of*2",
         "mpi_dataworkers/ops/program.py": "_source_of enter_program",
         "mpi_dataworkers/sources/tables.py": (
-            "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows _opened"
+            "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows"
         ),
         "mpi_dataworkers/sources/hdf5.py": "_open",
         "mpi_dataworkers/sources/images.py": "ImageFolder._refuse_empty_classes _images decode",
@@ -276,15 +276,14 @@ ROWS: dict[str, dict[str, str]] = {
         "checkpoint/convert/weights.py": ("_Reader.read_metadata*2 _new_file _write_dcp*5 load_safetensors plan_state"),
         "checkpoint/disk/rank_file.py": "RankFile.check bytes_on_disk",
         "checkpoint/disk/checkpoint.py": "mark",
-        "checkpoint/disk/commit.py": "_generations _own complete holding manifests_in",
+        "checkpoint/disk/commit.py": "_generations _own complete holding manifests_in problem_of_latest target_of_latest",
         "checkpoint/disk/directory.py": (
             "CheckpointDirectory._look_at CheckpointDirectory.check_own CheckpointDirectory.check_start "
             "CheckpointDirectory.go_back"
         ),
-        "checkpoint/disk/history.py": "lineage_of problem_of_latest target_of_latest write_whole",
         "checkpoint/disk/ownership.py": (
-            "Claim.__init__ Claim.ask Claim.withdraw _append*2 _lock history living_request prepare_directory*2 "
-            "read_owner read_request renumber take*2"
+            "Claim.__init__ Claim.ask Claim.withdraw _append*2 _lock history lineage_of living_request "
+            "prepare_directory*2 read_owner read_request renumber take*2"
         ),
         "checkpoint/replica/rendezvous.py": "_folder _read_private _remove",
     },
@@ -304,7 +303,7 @@ ROWS: dict[str, dict[str, str]] = {
             "StoreFiles.write_stop_reason*4 list_stores make_fallback"
         ),
         "checkpoint/memory/view.py": "StoreView.fileno _is_orphaned",
-        "checkpoint/replica/wire.py": "read_order",
+        "checkpoint/replica/wire.py": "read_order write_order",
         "checkpoint/replica/service.py": "forget_others make_slot*3",
     },
 }

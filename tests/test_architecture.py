@@ -155,8 +155,6 @@ OPTIONAL = {
         "checkpoint/flash/ownership.py",
         "checkpoint/persist/writer.py",
     ),
-    "hetstream.checkpoint.flash.handover": ("checkpoint/flash/ownership.py",),
-    "hetstream.checkpoint.policy.handover": ("checkpoint/flash/handover.py",),
 }
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 900, 60, 8
 # What is longer, its limit, and why. A row that is needed no more is an error, too.

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from hetstream.base.files import Directory, UntrustedFile, is_temporary
-from hetstream.checkpoint.disk.history import LATEST, check_start, point_latest_to, read_lineage
+from hetstream.checkpoint.disk.ownership import check_start, read_lineage
 from hetstream.checkpoint.disk.rank_file import (
     Manifest,
     PartSpec,
@@ -492,3 +492,58 @@ def _own(directory: Path) -> Directory:
 
 def _commit_lock(root: Directory) -> FileLock:
     return FileLock.wait_exclusive(root.path / _COMMIT, _LOCK_TIMEOUT_S, root)
+
+
+# The link in a directory of checkpoints that names the newest one of the line, for people and other programs.
+#
+#     DIR/latest -> step-0000000120.2
+#
+# Nothing of ours is restored by it. Whoever commits, removes or goes back moves it, with the commit lock of the
+# directory held.
+
+LATEST = "latest"
+
+
+def point_latest_to(root: Directory, newest: Generation | None) -> None:
+    """Let `latest` name a committed checkpoint, or none; where something else has this name, nothing."""
+    if _problem_of(root):
+        return
+    try:
+        old = root.read_link(LATEST)
+    except FileNotFoundError:
+        old = None
+    if newest is None:
+        root.unlink(LATEST, missing_ok=True)
+    elif old != newest.directory_name:
+        # Whoever renamed it may have died before it was on disk.
+        root.sync()
+        reach("commit.synced")
+        root.link_whole(LATEST, newest.directory_name)
+        reach("commit.linked")
+
+
+def target_of_latest(directory: Path) -> Generation | None:
+    """The checkpoint that `latest` names, whether it is there or not; None if it names none."""
+    with contextlib.suppress(OSError), Directory.open(directory) as root:
+        return Generation.of_directory(root.read_link(LATEST))
+    return None
+
+
+def problem_of_latest(directory: Path) -> str:
+    """Why `latest` does not name the newest checkpoint; "" if it does, or can."""
+    with Directory.open(directory) as root:
+        return _problem_of(root)
+
+
+def _problem_of(root: Directory) -> str:
+    try:
+        mode = root.status(LATEST).st_mode
+    except FileNotFoundError:
+        return ""
+    if stat.S_ISLNK(mode):
+        return ""
+    what = "directory" if stat.S_ISDIR(mode) else "file"
+    return (
+        f"{root.path / LATEST} is a {what} of somebody else's and no link: it stays, and does not name the newest "
+        "checkpoint. Checkpoints are written and restored all the same; move it away"
+    )

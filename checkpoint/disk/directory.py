@@ -21,8 +21,16 @@ from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable, shortened
 from hetstream.checkpoint.disk import commit, ownership
 from hetstream.checkpoint.disk.checkpoint import DAMAGED, MAX_REASON_BYTES, Checkpoint, HeldCheckpoint, Partial, mark
-from hetstream.checkpoint.disk.history import check_start, lineage_of, read_lineage, target_of_latest, write_lineage
-from hetstream.checkpoint.disk.ownership import Event, JobIdentity, Owner
+from hetstream.checkpoint.disk.commit import target_of_latest
+from hetstream.checkpoint.disk.ownership import (
+    Event,
+    JobIdentity,
+    Owner,
+    check_start,
+    lineage_of,
+    read_lineage,
+    write_lineage,
+)
 from hetstream.checkpoint.disk.rank_file import Manifest, RankFile, open_file, ranks_of_name
 from hetstream.checkpoint.errors import (
     MAX_DAMAGE,

@@ -1,4 +1,5 @@
-"""Which job writes to a checkpoint directory, how often it was started, and how these starts ended.
+"""Which job writes to a checkpoint directory, how often it was started, how these starts ended, who asks for the
+directory, and where its training went back.
 
 Rank 0 of the running attempt holds the lock; who it is stands beside it, for messages. The history says what the time
 between failures is. Nothing here looks at checkpoints except to tell when a dead attempt was last alive.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,13 +21,23 @@ from hetstream.base import typed_json
 from hetstream.base.access import unsafe_above
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory, UntrustedFile, is_temporary
+from hetstream.base.text import printable
 from hetstream.checkpoint.config import NO_JOB
-from hetstream.checkpoint.disk.history import begin_start
-from hetstream.checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner, reach
+from hetstream.checkpoint.errors import (
+    CheckpointError,
+    DamagedLineage,
+    DirectoryInUse,
+    DirectoryNotWritable,
+    DirectoryReplaced,
+    ForeignOwner,
+    first_line,
+    reach,
+)
 from hetstream.checkpoint.locks import FileLock, is_locked
 from hetstream.checkpoint.policy.interval import Attempt
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 _log = logging.getLogger(__name__)
 
@@ -394,7 +406,7 @@ def _append(path: Path, events: Iterable[Event]) -> None:
 #     DIR/.handover.lock     locked by who asks for as long as it wants the directory: its sign of life
 #
 # A request whose lock is free counts for nothing, so one that died needs no cleaning up. What follows from a request is
-# decided in `policy/handover.py`.
+# decided in `flash/ownership.py`.
 
 _REQUEST = "handover.json"
 _HANDOVER_REQUEST_LOCK = ".handover.lock"
@@ -471,3 +483,111 @@ class Claim:
             with contextlib.suppress(OSError), Directory.open(self._path) as root:
                 root.unlink(_REQUEST, missing_ok=True)
         self._lock.release()
+
+
+# The file that tells a directory of checkpoints from any other, and says where its training went back.
+#
+#     DIR/.lineage.json    the directory's random id, its starts, and its branches, see `record/lineage.py`
+#
+# Memory outlives a directory that somebody deletes, and is newer than one that somebody rolls back, or puts a copy in
+# the place of. A store in memory knows the directory and the start of the job that it was saved for, so what is in it
+# is used for a directory with this start alone. Rank 0 writes the file, with the directory's lock held; every
+# checkpoint writer looks into it before it writes a part.
+
+_LINEAGE = ".lineage.json"
+_MAX_LINEAGE_BYTES = 1 << 20
+# Going back is what people do, by hand. More of it than this is a program's mistake, and what is older is forgotten.
+_MAX_BRANCHES = 1000
+_ID_BYTES = 16
+_START_BYTES = 8
+# Memory is of the last start on its host. Where so many have come since, it is not used any more.
+_MAX_STARTS = 100
+
+
+def read_lineage(root: Directory) -> Lineage:
+    """The lineage of an open directory; an empty one where there is none.
+
+    Raises:
+        DamagedLineage: there is one, and it is not to be used.
+    """
+    try:
+        return typed_json.decode(root.read(_LINEAGE, _MAX_LINEAGE_BYTES), Lineage)
+    except FileNotFoundError:
+        return Lineage()
+    except (UntrustedFile, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        path = root.path / _LINEAGE
+        raise DamagedLineage(
+            f"{path} says where this training went back, and so which checkpoints count, and cannot be used: "
+            f"{first_line(error)}. Put the file back from a backup; or remove it: then all checkpoints count, the "
+            "newest first, and what memory holds is given up"
+        ) from error
+
+
+def lineage_of(path: Path) -> Lineage:
+    """The lineage of a directory; an empty one if it has none, or is not there.
+
+    Raises:
+        DamagedLineage: there is one, and it is not to be used.
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with Directory.open(path) as root:
+            return read_lineage(root)
+    except FileNotFoundError:
+        return Lineage()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. It says where training went back to an earlier step, and so which "
+            "checkpoints count. "
+            "Each start of the training writes this file anew, for its owner alone: chmod g+r"
+        ) from error
+
+
+def write_lineage(root: Directory, lineage: Lineage) -> None:
+    """Replace the lineage of a directory. For who has its lock."""
+    branches, starts = lineage.branches[:_MAX_BRANCHES], lineage.starts[:_MAX_STARTS]
+    kept = msgspec.structs.replace(lineage, branches=branches, starts=starts)
+    root.write_whole(_LINEAGE, msgspec.json.encode(kept))
+
+
+def begin_start(root: Directory, *, is_new: bool) -> Lineage:
+    """Write down another start of the job in a directory, which gets an id unless it has one. For who has its lock.
+
+    Args:
+        root: the directory.
+        is_new: nothing of a training is in it, whatever it is called: it gets another id, and its lineage ends.
+    """
+    lineage = read_lineage(root)
+    if is_new or not lineage.directory_id:
+        lineage = Lineage(secrets.token_hex(_ID_BYTES))
+    path = printable(os.path.realpath(root.path))
+    if lineage.path not in ("", path):
+        _log.warning(
+            "%s holds the training that was last started as %s: it was renamed, moved or copied, or somebody has put "
+            "it in the place of another one. This training goes on from its checkpoints, and removes old ones; if it "
+            "should not, end it and give it another directory",
+            path,
+            printable(lineage.path),
+        )
+    starts = (secrets.token_hex(_START_BYTES), *lineage.starts)
+    lineage = msgspec.structs.replace(lineage, starts=starts, path=path)
+    write_lineage(root, lineage)
+    return lineage
+
+
+def check_start(root: Directory, start_id: str) -> None:
+    """Refuse a directory that is not the one that a store was made for.
+
+    Args:
+        root: the directory.
+        start_id: of the start of the job that made the store; "": any directory will do.
+
+    Raises:
+        DirectoryReplaced: it is another.
+    """
+    if start_id and not read_lineage(root).knows(start_id):
+        raise DirectoryReplaced(
+            f"{root.path} is not the directory that this training began in: somebody has deleted or emptied that one, "
+            "or has put a copy from before in its place. Nothing is written to it. End this training; what starts "
+            "there next goes on from what is there"
+        )

@@ -20,7 +20,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OtherRelease
 from hetstream.checkpoint.flash.host import Host
-from hetstream.checkpoint.flash.ownership import RecordsElsewhere
+from hetstream.checkpoint.flash.ownership import OtherHosts
 from hetstream.checkpoint.flash.ranks import Communicator, gather, together
 from hetstream.checkpoint.flash.source import DiskSource, MemorySource
 from hetstream.checkpoint.flash.sources import StoredPart
@@ -103,7 +103,7 @@ class Sources:
 
     directory: CheckpointDirectory
     memory: MemorySource | None = None
-    elsewhere: RecordsElsewhere | None = None
+    elsewhere: OtherHosts | None = None
     host: Host | None = None
 
 

@@ -178,7 +178,7 @@ class Restoring:
         if restored.generation and (step is not None or self._is_behind(restored.generation)):
             self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
-        self._storage.succession.note_restored(restored.step or 0)
+        self._storage.handover.note_restored(restored.step or 0)
         try:
             # Last, as it goes on in a thread, and each look at a file would wait for that.
             is_known = restored.keeps_leaves and not (leaves.unasked and restored.generation)
@@ -191,7 +191,7 @@ class Restoring:
         """A generation as plain values; see `FlashCheckpointer.load`."""
         self._storage.become_owner()
         loaded = load_values(self._storage.candidates(), RestoreRequest(step, allow_pickle=self._allow_pickle))
-        self._storage.succession.note_restored(loaded.step if loaded else 0)
+        self._storage.handover.note_restored(loaded.step if loaded else 0)
         return loaded
 
     def all_steps(self) -> list[int]:
@@ -512,11 +512,11 @@ class FlashCheckpointer:
         except Exception as error:  # noqa: BLE001, of the copy's thread: the store is closed all the same
             _log.error("the last save_async is given up: %s", error)
         storage, saved = self._storage, self._saving.stats.saved
-        storage.succession.withdraw()
-        hands_over, successor = self._stopping.hands_over, storage.succession.successor
+        storage.handover.withdraw()
+        hands_over, successor = self._stopping.hands_over, storage.handover.successor
         if successor and saved and not keep_memory:
             timeout_s = self._options.close_timeout_s or self._options.hand_over_timeout_s
-            storage.succession.hand_over(saved, self._saving.last_step_s, timeout_s, storage.writer.has_writer)
+            storage.handover.hand_over(saved, self._saving.last_step_s, timeout_s, storage.writer.has_writer)
         storage.begin_closing()
         atexit.unregister(self._at_exit)
         for hook in self._optimizer_hooks:

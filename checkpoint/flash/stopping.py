@@ -239,7 +239,7 @@ class Stopping:
         self._storage = storage
         self._request = StopRequest(signals, before_death=storage.mark_closed)
         self._request.install()
-        self._agreement = StopAgreement(ranks, self._asked_here, storage.succession.asked)
+        self._agreement = StopAgreement(ranks, self._asked_here, storage.handover.asked)
 
     def is_asked(self, step: int) -> bool:
         """Whether to stop after this step: the same answer on every rank. Every rank calls it after each step."""

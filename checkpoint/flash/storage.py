@@ -13,13 +13,14 @@ import os
 import time
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.config import job_and_component, job_has_writers
+from hetstream.checkpoint.config import job_and_component, job_has_writers, takes_over
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import NotOnDisk
 from hetstream.checkpoint.flash.candidates import RestoreCandidates, Sources
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.options import CheckpointOptions
-from hetstream.checkpoint.flash.ownership import DirectoryOwnership, other_hosts_of, succession_of
+from hetstream.checkpoint.flash.ownership import DirectoryOwnership, JobHandover, other_hosts_of
 from hetstream.checkpoint.flash.ranks import Communicator, from_rank_0, together
 from hetstream.checkpoint.flash.source import MemorySource
 from hetstream.checkpoint.flash.writer_link import WriterLink
@@ -47,7 +48,7 @@ class CheckpointStorage:
 
     Attributes:
         directory: of the checkpoints.
-        succession: how this job comes to the directory, and gives it to the next.
+        handover: how this job comes to the directory, and gives it to the next.
         store: of this rank, in memory.
         writer: brings to disk what is in the store.
         host: which ranks share this one's host.
@@ -61,17 +62,18 @@ class CheckpointStorage:
         self._ranks = ranks
         self._options = options
         self.directory = CheckpointDirectory(path)
-        self.succession = succession_of(f"{job}+{component}" if component else job, self.directory, keep, options)
+        identity = JobIdentity.of_this_process(f"{job}+{component}" if component else job)
+        self.handover = JobHandover(self.directory, identity, keep, takes_over(), options.hand_over_timeout_s)
         self._fallback = (options.fallback or self.directory.path / FALLBACK).absolute()
         self._others = other_hosts_of(self.directory, ranks.rank, options)
-        self._ownership = DirectoryOwnership(self.directory, ranks, self.succession, self._others)
+        self._ownership = DirectoryOwnership(self.directory, ranks, self.handover, self._others)
         self._checked_s = 0.0
         self.is_open = True
-        identity = StoreIdentity(job, component, ranks.rank, self.directory.path)
+        store = StoreIdentity(job, component, ranks.rank, self.directory.path)
         with contextlib.ExitStack() as undo:
-            self._ownership.begin(newest_attempt(identity, (options.shared_memory.absolute(), self._fallback)))
+            self._ownership.begin(newest_attempt(store, (options.shared_memory.absolute(), self._fallback)))
             undo.callback(self.directory.release)
-            self.store = self._open_store(dataclasses.replace(identity, lineage=self._ownership.lineage))
+            self.store = self._open_store(dataclasses.replace(store, lineage=self._ownership.lineage))
             undo.callback(self.store.close)
             self.writer = WriterLink(self.store, self.directory.path)
             if self._others:

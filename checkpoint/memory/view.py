@@ -16,7 +16,7 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
 from hetstream.checkpoint.config import NO_JOB
-from hetstream.checkpoint.disk.history import read_lineage
+from hetstream.checkpoint.disk.ownership import read_lineage
 from hetstream.checkpoint.errors import DamagedLineage, StoreInUse
 from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.store_files import (

@@ -21,8 +21,8 @@ import msgspec
 
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.disk import commit
+from hetstream.checkpoint.disk.commit import problem_of_latest
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.history import problem_of_latest
 from hetstream.checkpoint.disk.rank_file import PartSpec
 from hetstream.checkpoint.disk.safetensors import FilePlan, plan_part
 from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedSegment, DirectoryReplaced, reach

@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.checkpoint.disk.history import write_whole
+from hetstream.base.files import Directory
 from hetstream.checkpoint.errors import DamagedSegment, ReplicaError, reach
 from hetstream.checkpoint.memory.segment import Header, Segment
 from hetstream.checkpoint.record.layout import Checksum, Generation
@@ -324,7 +324,8 @@ def write_order(path: Path, order: Order) -> None:
     Raises:
         OSError: there is no room.
     """
-    write_whole(path, msgspec.json.encode(order))
+    with Directory.open(path.parent) as store:
+        store.write_whole(path.name, msgspec.json.encode(order))
 
 
 def read_order(path: Path) -> Order | None:

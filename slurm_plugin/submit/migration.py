@@ -1,6 +1,6 @@
 """Moving a training job: what is submitted in its place, and how far the hand-over is. Called by `hetstream migrate`.
 
-Pure. The hand-over itself is between the two trainers (`checkpoint/flash/handover.py`); here it is only
+Pure. The hand-over itself is between the two trainers (`checkpoint/flash/ownership.py`); here it is only
 watched.
 """
 

@@ -22,10 +22,9 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import Claim, JobIdentity, history, living_request, read_request
 from hetstream.checkpoint.errors import DirectoryInUse
-from hetstream.checkpoint.flash.handover import JobHandover
+from hetstream.checkpoint.flash.ownership import Action, Asked, JobHandover, Seen, Taking, answer, decide
 from hetstream.checkpoint.flash.stopping import StopAgreement, steps_until_next
 from hetstream.checkpoint.memory.view import find_stores
-from hetstream.checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.parts import write_checkpoint

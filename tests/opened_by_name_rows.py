@@ -276,7 +276,9 @@ ROWS: dict[str, dict[str, str]] = {
         "checkpoint/convert/weights.py": ("_Reader.read_metadata*2 _new_file _write_dcp*5 load_safetensors plan_state"),
         "checkpoint/disk/rank_file.py": "RankFile.check bytes_on_disk",
         "checkpoint/disk/checkpoint.py": "mark",
-        "checkpoint/disk/commit.py": "_generations _own complete holding manifests_in problem_of_latest target_of_latest",
+        "checkpoint/disk/commit.py": (
+            "_generations _own complete holding manifests_in problem_of_latest target_of_latest"
+        ),
         "checkpoint/disk/directory.py": (
             "CheckpointDirectory._look_at CheckpointDirectory.check_own CheckpointDirectory.check_start "
             "CheckpointDirectory.go_back"

@@ -1,4 +1,4 @@
-"""A loader's side of the service. Knows no torch.
+"""A loader's side of the service.
 
 Used by `remote_source.py`. The training thread opens a session for an epoch and takes its steps in order;
 everything else (credits, heartbeats, registering again with a restarted dispatcher, dropping duplicates) happens in the
@@ -6,8 +6,8 @@ thread of the process's connection (`process_connection.py`), which all loaders 
 batches whose rebuilding runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other
 loaders go on.
 
-What a session knows is in `session.py`, what the dispatcher was told in `client.py`, whether data workers deliver
-in `client.py`: all without I/O. Here are the lock that guards them and the messages.
+What a session knows is in `session.py`, what the dispatcher was told in `Registration`, whether data workers deliver
+in `Availability`: all without I/O. `ServiceClient` has the lock that guards them and the messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import hetstream.mpi_dataworkers.errors
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
 from hetstream.mpi_dataworkers.loader import step_times
-from hetstream.mpi_dataworkers.loader.batches import BatchBuilder, Rebuilder, rebuild
+from hetstream.mpi_dataworkers.loader.batches import Rebuilder, TorchBatches
 from hetstream.mpi_dataworkers.loader.process_connection import (
     CONNECT_TIMEOUT_S,
     ConnectionOptions,
@@ -293,7 +293,7 @@ class ClientOptions:
     identity: TrainerIdentity
     name: LoaderName
     description: dict[str, str]
-    batches: BatchBuilder
+    batches: TorchBatches
     statistics: LoaderStatistics
     buffer_bytes: int
     transports: frozenset[str]
@@ -447,7 +447,7 @@ class ServiceClient:
         self._lock = threading.Lock()  # guards the sessions, the registration and the rebuilder
         self._registration = Registration(options, pipeline)
         self._sessions: dict[str, LoaderSession] = {}
-        self._rebuilder = Rebuilder(self)
+        self._rebuilder = Rebuilder(self._rebuild)
         self._changed = Notification()
         self._availability = Availability(time.monotonic(), options.device)
         self._failure: HetstreamError | None = None
@@ -687,7 +687,7 @@ class ServiceClient:
                 "see the dispatcher's log"
             )
 
-    # --- the connection's thread: see `connection.ConnectedLoader` --------------------------------------------------
+    # --- the connection's thread: see `process_connection.ConnectedLoader` ------------------------------------------
 
     def joined(self, connection: ProcessConnection, number: int) -> None:
         self._connection, self._number = connection, number
@@ -834,17 +834,22 @@ class ServiceClient:
         if received.began_s is not None:
             self.wire.note(sum(map(len, received.frames)), received.began_s, time.monotonic())
         wanted: list[tuple[LoaderSession, Batch]] = []
+        batches = self._options.batches
         with self._lock:
             for header in headers:
                 session = self._sessions.get(header.session_id)
                 if session is None or not session.wants(header.step, header.token):
                     continue
-                if self._options.batches.runs_program(header):
+                if batches.runs_program(header):
                     session.buffer.expect(header.step)
                     self._rebuilder.put(session, header, received.frames)
                 else:
                     wanted.append((session, header))
-        self.rebuild(wanted, received.frames)
+        steps = [(session, header.step, batches.step_of(header, received.frames)) for session, header in wanted]
+        with self._lock:
+            for session, number, step in steps:
+                session.put_delivered(number, step)
+            self._changed.notify()
 
     def _on_end_of_shard(self, header: EndOfShard) -> None:
         with self._lock:
@@ -853,12 +858,11 @@ class ServiceClient:
                 session.end_at(header.num_steps)
                 self._changed.notify()
 
-    def rebuild(self, wanted: Sequence[tuple[LoaderSession, Batch]], frames: Sequence[Buffer]) -> None:
-        """Rebuild batches and put each into its session. Also called in the thread of this loader's own."""
-        items = [(session, header.step, rebuild(self._options.batches, header, frames)) for session, header in wanted]
+    def _rebuild(self, session: LoaderSession, header: Batch, frames: Sequence[Buffer]) -> None:
+        """As at the end of `batches_received`, in the thread of this loader's own."""
+        step = self._options.batches.step_of(header, frames)
         with self._lock:
-            for session, step, item in items:
-                session.put_delivered(step, item)
+            session.put_delivered(header.step, step)
             self._changed.notify()
 
 

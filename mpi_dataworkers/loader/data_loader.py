@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -27,7 +26,7 @@ from hetstream.mpi_dataworkers.loader.features import checked_features, feature_
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions, takes
 from hetstream.mpi_dataworkers.loader.order import order_of
 from hetstream.mpi_dataworkers.loader.pass_iterator import LocalSource, PassIterator, StepSource
-from hetstream.mpi_dataworkers.loader.position import LoaderPasses, LoaderPosition, OnDevice, Position, PositionTracker
+from hetstream.mpi_dataworkers.loader.position import LoaderPosition, OnDevice, Position, PositionTracker
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.statistics import SkippedSample
 from hetstream.mpi_dataworkers.loader.unmodified import (
@@ -114,11 +113,11 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an iteration over one epoch; the next call begins the next epoch."""
-        passes = LoaderPasses(self._begin_pass, self.__len__, self._repeat, type(self.dataset).__name__)
         finish = None if self._features is None else self._features.finish
+        passes = self._begin_pass, self.__len__, self._repeat, type(self.dataset).__name__
         if self._device.type == "cpu":
-            return PositionTracker(replace(passes, finish=finish), self._position)
-        ahead = PositionTracker(passes, self._position, is_prefetched=True)
+            return PositionTracker(self._position, *passes, finish)
+        ahead = PositionTracker(self._position, *passes, is_prefetched=True)
         return OnDevice(ahead, self._device, self._position, finish)
 
     def _begin_pass(self, at: Position) -> PassIterator:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -77,31 +76,16 @@ class LoaderPosition:
             self.next = Position(ended_epoch + 2)
 
 
-@dataclass(frozen=True)
-class LoaderPasses:
-    """What a `PositionTracker` asks of its loader. Its functions are the loader's, and keep the loader alive.
-
-    Attributes:
-        begin: begins a pass at a position.
-        num_steps: gives the number of steps of an iteration.
-        repeat: passes of an epoch; None for an endless stream.
-        dataset_name: what an error calls the dataset.
-        finish: makes of a batch what the training loop gets, if that is something else.
-    """
-
-    begin: Callable[[Position], PassIterator]
-    num_steps: Callable[[], int]
-    repeat: int | None
-    dataset_name: str
-    finish: Callable[[Any], Any] | None = None
-
-
 class PositionTracker(Iterator[Any]):
     """One iteration: reads the passes of an epoch, and keeps the loader's position up to date.
 
     Args:
-        passes: the loader's.
         position: the loader's.
+        begin: begins a pass at a position. It is the loader's, and keeps the loader alive.
+        num_steps: gives the number of steps of an iteration.
+        repeat: passes of an epoch; None for an endless stream.
+        dataset_name: what an error calls the dataset.
+        finish: makes of a batch what the training loop gets, if that is something else.
         is_prefetched: batches are fetched before the training loop asks for them. Then only `taken` follows them, and
             the loader's position is for the caller to update.
 
@@ -109,9 +93,19 @@ class PositionTracker(Iterator[Any]):
         taken: position behind the batch that was given last.
     """
 
-    def __init__(self, passes: LoaderPasses, position: LoaderPosition, is_prefetched: bool = False) -> None:
-        self._passes = passes
+    def __init__(
+        self,
+        position: LoaderPosition,
+        begin: Callable[[Position], PassIterator],
+        num_steps: Callable[[], int],
+        repeat: int | None,
+        dataset_name: str,
+        finish: Callable[[Any], Any] | None = None,
+        is_prefetched: bool = False,
+    ) -> None:
         self._position = position
+        self._begin, self._num_steps, self._repeat = begin, num_steps, repeat
+        self._dataset_name, self._finish = dataset_name, finish
         self._is_prefetched = is_prefetched
         self._pass: PassIterator | None = None
         at = position.begin_iteration()
@@ -126,7 +120,7 @@ class PositionTracker(Iterator[Any]):
             self._position.taken = taken
 
     def _begin_pass(self, at: Position) -> None:
-        self._pass = begun = self._passes.begin(at)
+        self._pass = begun = self._begin(at)
         self._at = replace(at, beginning=begun.shards.beginning(), drawn=begun.shards.drawn())
         self._pass_gave_batches = at.step > 0 or at.shards is not None  # before the position, if not now
         self._move_to(self._at)
@@ -146,16 +140,16 @@ class PositionTracker(Iterator[Any]):
             self._pass_gave_batches |= not self._pass.has_raised
             self._may_read_next_epoch = False
             # On the last line: until then it stays, also if a handler of a signal raises.
-            return next(self._pass) if self._passes.finish is None else self._passes.finish(next(self._pass))
+            return next(self._pass) if self._finish is None else self._finish(next(self._pass))
         raise StopIteration
 
     def _end_pass(self, ended: PassIterator) -> None:
         """Begin the next pass, if there is one."""
-        repeat, num_steps, at = self._passes.repeat, ended.shards.position, self._at
+        repeat, num_steps, at = self._repeat, ended.shards.position, self._at
         if repeat is None and num_steps > 0 and not self._pass_gave_batches:
             self._pass = None
             raise PipelineError(
-                f"{self._passes.dataset_name} gave no batch from its beginning to its end, because every sample was "
+                f"{self._dataset_name} gave no batch from its beginning to its end, because every sample was "
                 "left out: an endless stream of it would never give one. stats() and the log say why."
             )
         # An endless stream of nothing ends.
@@ -176,7 +170,7 @@ class PositionTracker(Iterator[Any]):
         self._move_to(Position(at.epoch, at.pass_index, shards.position, state, at.beginning, drawn))
 
     def __len__(self) -> int:
-        return self._passes.num_steps()
+        return self._num_steps()
 
 
 # Batches on the trainer's device: one is prefetched while the training loop works. Called by `data_loader.py`.

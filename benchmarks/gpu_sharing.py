@@ -40,7 +40,7 @@ from benchmarks.gpu_machines import (
 from benchmarks.gpu_release import release
 from benchmarks.harness import Row, System, row_of, say
 from hetstream.base.errors import HetstreamError
-from hetstream.hetjob.gpu.introduction import Connection, Introduction
+from hetstream.hetjob.gpu.handshake import Connection, Introduction
 from hetstream.hetjob.gpu.orders import VERSION, JobClass, Statistics
 from hetstream.slurm_plugin.coordinator.table import look
 

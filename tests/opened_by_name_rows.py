@@ -75,7 +75,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
 # A module's own level is `-`.
 ROWS: dict[str, dict[str, str]] = {
     "kernel": {
-        "checkpoint/disk/apart.py": "_read",
+        "checkpoint/disk/isolated_read.py": "_read",
         "checkpoint/flash/stopping.py": "_status",
         "checkpoint/memory/segment.py": "boot_id",
         "checkpoint/locks.py": "_libc",
@@ -229,7 +229,7 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/coordinator/admission.py": "GrantedJobs._grant GrantedJobs.is_reserved",
     },
     "socket": {
-        "hetjob/gpu/introduction.py": "ask",
+        "hetjob/gpu/handshake.py": "ask",
         "hetjob/site/client.py": "_connected",
         "hetstream/base/unix_sockets.py": "listen_at*4",
         "slurm_plugin/coordinator/server.py": "Coordinator._close",
@@ -292,7 +292,7 @@ ROWS: dict[str, dict[str, str]] = {
     "store": {
         "checkpoint/flash/storage.py": "CheckpointStorage.close",
         "checkpoint/locks.py": "FileLock._try FileLock.release FileLock.try_exclusive FileLock.try_shared",
-        "checkpoint/memory/adoption.py": "_adopt*2 _make*5 _write_holder give_up",
+        "checkpoint/memory/store_recovery.py": "_adopt*2 _make*5 _write_holder give_up",
         "checkpoint/memory/segment.py": "Segment.create*2 _open",
         "checkpoint/memory/slots.py": (
             "SlotMemory._create_in_fallback SlotMemory.replace*3 take_slots unlink_with_target*2"

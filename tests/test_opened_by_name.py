@@ -24,7 +24,7 @@ from hetstream.base.locks import own_lock
 from hetstream.base.unix_sockets import listen_at
 from hetstream.hetjob.convert.sbatch_options import SbatchOptions
 from hetstream.hetjob.errors import GpuJobRefused
-from hetstream.hetjob.gpu.introduction import Introduction
+from hetstream.hetjob.gpu.handshake import Introduction
 from hetstream.hetjob.gpu.orders import VERSION, JobClass
 from hetstream.hetjob.job.processes import temporary_place
 from hetstream.hetjob.master.server import MasterConfig

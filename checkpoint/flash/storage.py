@@ -24,9 +24,9 @@ from hetstream.checkpoint.flash.ownership import DirectoryOwnership, JobHandover
 from hetstream.checkpoint.flash.ranks import Communicator, from_rank_0, together
 from hetstream.checkpoint.flash.source import MemorySource
 from hetstream.checkpoint.flash.writer_link import WriterLink
-from hetstream.checkpoint.memory.adoption import newest_attempt
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import FALLBACK, StoreFiles, StoreIdentity, make_fallback
+from hetstream.checkpoint.memory.store_recovery import newest_attempt
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage

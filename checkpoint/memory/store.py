@@ -3,7 +3,7 @@
 A save takes a slot, copies into it and publishes it: `Store.begin`, `WritableSlot.payload`, `WritableSlot.publish`.
 Overwritten is the oldest slot, never the newest complete one, and never one that somebody reads. With three slots there
 is always one, so a save waits for nothing; with two it waits while the checkpoint writer writes the other to disk, and
-says how long. `prepare` allocates the memory, in a thread of its own. A store outlives its trainer, see `adoption.py`.
+says how long. `prepare` allocates the memory in its own thread. A store outlives its trainer: `store_recovery.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull, reach
 from hetstream.checkpoint.locks import FileLock
-from hetstream.checkpoint.memory.adoption import delete_without_writer, give_up, make_store, own_store
 from hetstream.checkpoint.memory.segment import Segment, State, file_bytes
 from hetstream.checkpoint.memory.slots import Slot, SlotMemory, take_slots
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, SlotContent, StoreFiles, StoreIdentity, WriterStatus
+from hetstream.checkpoint.memory.store_recovery import delete_without_writer, give_up, make_store, own_store
 from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
 from hetstream.checkpoint.record.lineage import Lineage
 

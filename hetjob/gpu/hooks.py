@@ -35,7 +35,7 @@ from hetstream.hetjob.gpu.cuda import (
 from hetstream.hetjob.gpu.device import Device
 from hetstream.hetjob.gpu.emulated_file import PREFIX
 from hetstream.hetjob.gpu.emulation import EmulatedGpu, Kernels
-from hetstream.hetjob.gpu.introduction import Connection, Introduction
+from hetstream.hetjob.gpu.handshake import Connection, Introduction
 from hetstream.hetjob.gpu.orders import VERSION, JobClass
 
 

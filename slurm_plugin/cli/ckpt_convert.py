@@ -12,7 +12,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.base.installed import install_command
 from hetstream.base.text import printable, size_words
 from hetstream.checkpoint.convert.dcp import KINDS, Source, check_target, detect
-from hetstream.checkpoint.disk.apart import read_apart
+from hetstream.checkpoint.disk.isolated_read import read_apart
 from hetstream.checkpoint.errors import CheckpointError
 
 EPILOG = """\

@@ -25,7 +25,7 @@ from hetstream.base.typed_json import decode
 from hetstream.hetjob.errors import GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.gpu.emulated_file import resolved
-from hetstream.hetjob.gpu.introduction import Introduction
+from hetstream.hetjob.gpu.handshake import Introduction
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.coordinator.decide import context_bytes
 from hetstream.slurm_plugin.coordinator.gpus import GpuReading

@@ -25,7 +25,7 @@ from hetstream.base.unix_sockets import listen_at, peer_of
 from hetstream.hetjob.errors import GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.agent import is_good_news
 from hetstream.hetjob.gpu.config import reach
-from hetstream.hetjob.gpu.introduction import (
+from hetstream.hetjob.gpu.handshake import (
     MOST_BYTES,
     NEWS,
     OTHER_WORK,

@@ -19,7 +19,7 @@ from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.typed_json import decode, encode
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.emulated_file import resolved
-from hetstream.hetjob.gpu.introduction import ask
+from hetstream.hetjob.gpu.handshake import ask
 from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, VERSION, JobClass, Verdict
 from hetstream.hetjob.site.messages import MAX_GPUS, MAX_SHARING, GpuNow, ReportGpus, SharingJobNow, SharingNow
 from hetstream.slurm_plugin.coordinator.admission import Agentless

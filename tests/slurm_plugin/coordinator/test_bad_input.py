@@ -15,7 +15,7 @@ import pytest
 
 from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
-from hetstream.hetjob.gpu.introduction import Connection, Introduction
+from hetstream.hetjob.gpu.handshake import Connection, Introduction
 from hetstream.hetjob.gpu.orders import VERSION, JobClass, Statistics, Verdict
 from hetstream.slurm_plugin.coordinator.table import GpuRow, look
 from tests.slurm_plugin.coordinator.conftest import HETSTREAM, TRAIN, Node

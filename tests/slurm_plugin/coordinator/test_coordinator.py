@@ -20,9 +20,9 @@ import pytest
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
-from hetstream.hetjob.gpu import introduction, orders
+from hetstream.hetjob.gpu import handshake, orders
 from hetstream.hetjob.gpu.config import settings_from_environment
-from hetstream.hetjob.gpu.introduction import Connection, Introduction
+from hetstream.hetjob.gpu.handshake import Connection, Introduction
 from hetstream.hetjob.gpu.orders import VERSION, JobClass, Order, Statistics, Verdict
 from hetstream.slurm_plugin.cli.gpu import _program
 from hetstream.slurm_plugin.coordinator.admission import (
@@ -191,9 +191,9 @@ def test_an_unknown_class_is_no_class(path: Path, coordinator: Coordinator, tmp_
 def test_a_coordinator_of_another_version_is_refused_with_a_line(
     path: Path,
 ) -> None:
-    message = encode(introduction.Answer(VERSION + 1))
+    message = encode(handshake.Answer(VERSION + 1))
     with pytest.raises(GpuJobRefused, match=f"speaks protocol {VERSION + 1}, and this hetstream protocol {VERSION}"):
-        introduction._check(str(path), message, 0, 2)
+        handshake._check(str(path), message, 0, 2)
 
 
 def test_a_gpu_that_is_not_shared_is_refused(path: Path, coordinator: Coordinator) -> None:

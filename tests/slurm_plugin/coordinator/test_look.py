@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
-from hetstream.hetjob.gpu.introduction import Connection
+from hetstream.hetjob.gpu.handshake import Connection
 from hetstream.hetjob.gpu.orders import VERSION, JobClass, Verdict
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs

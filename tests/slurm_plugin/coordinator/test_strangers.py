@@ -19,7 +19,7 @@ import pytest
 from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
-from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduction, ask
+from hetstream.hetjob.gpu.handshake import NEWS, Answer, Connection, Introduction, ask
 from hetstream.hetjob.gpu.orders import VERSION, JobClass, Page, Statistics, Verdict, Work
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs, Peer
 from hetstream.slurm_plugin.coordinator.server import Coordinator, Crowds, _Member

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.checkpoint.disk import rank_file
-from hetstream.checkpoint.disk.apart import read_apart
+from hetstream.checkpoint.disk.isolated_read import read_apart
 from hetstream.checkpoint.errors import DamagedCheckpoint, NoCheckpoint
 
 WaitUntil = Callable[..., None]

@@ -213,7 +213,7 @@ def logs_events(path: Path) -> str:
 
 
 def reads_record(path: Path) -> str:
-    """As `hetstream events` and `hetstream logs` do, of whomever it is; it does not wait for a pipe."""
+    """As `hetstream job --events` and `hetstream job --logs` do, of whomever it is; it does not wait for a pipe."""
     _never_waits()
     return f"{len([*read_events(path / EVENTS_FILE)])} events of {load_summary(path)[0]}"
 

@@ -73,8 +73,8 @@ class ElasticJob:
         return [(one["action"], one["count"]) for one in found]
 
     def status(self) -> dict[str, Any]:
-        """What `hetstream top --json` says."""
-        said: dict[str, Any] = json.loads(self.hetstream("top", "--once", "--json", self.job_id))
+        """What `hetstream job --json` says."""
+        said: dict[str, Any] = json.loads(self.hetstream("job", "--json", self.job_id))["service"]
         return said
 
     def steps(self) -> list[tuple[float, float, int, list[int]]]:

@@ -8,7 +8,7 @@ where it is zero; T_grad is what is left. Without embeddings there is no T_emb. 
 
 Of a trainer whose feature graph is cut, T_features is the part of the first that it computes itself.
 
-Called by `hetjob/master/elastic.py`; shown by `hetstream why` and `hetstream summary`.
+Called by `hetjob/master/elastic.py`; shown by `hetstream why` and `hetstream job`.
 """
 
 from __future__ import annotations

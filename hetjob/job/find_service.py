@@ -1,6 +1,6 @@
 """Find the service that a user means: by its address file, by a job's directory or number, or the only one there is.
 
-Called by `hetstream top`, `events`, `logs` and `summary`. Any number that Slurm knows a part of a job by names the job:
+Called by `hetstream job`. Any number that Slurm knows a part of a job by names the job:
 a component's, a companion's, an array task's. Reads directories, asks nobody but through `ask_slurm`.
 """
 
@@ -16,12 +16,11 @@ from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory, temporary_place
 from hetstream.base.process import other_job
 from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
-from hetstream.hetjob.job.ended_job import SUMMARY_FILE
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR, JOBS_DIR, for_user, places, setting
 from hetstream.mpi_dataworkers.wire.address import parse_service
 
 _ADDRESS = "address"
-_JOB_ID = re.compile(r"(\d+)(?:\+\d+|_\d+)?")
+JOB_ID = re.compile(r"(\d+)(?:\+\d+|_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def find_directory(job: str, here: Path, ask_slurm: AskSlurm, jobs_dir: str | No
         UsageError: what is named is no job.
         ServiceNotFound: the job has no directory, or Slurm does not say where it would be.
     """
-    number = _JOB_ID.fullmatch(job)
+    number = JOB_ID.fullmatch(job)
     if number is None:
         if not Path(job).is_dir():
             raise UsageError(f"{job!r} is neither a directory nor a job id")
@@ -121,19 +120,6 @@ def find_address_file(
     if job is None:
         return _only_one(places([here], jobs_dir))
     return find_directory(job, here, ask_slurm, jobs_dir) / _ADDRESS
-
-
-def check_running(address_file: Path) -> None:
-    """Refuse a job that has ended, with what there is to see of it.
-
-    Raises:
-        ServiceNotFound: it has.
-    """
-    directory = address_file.parent
-    if not address_file.exists() and (directory / SUMMARY_FILE).exists():
-        raise ServiceNotFound(
-            f"the job of {directory} has ended. What it did: hetstream summary {directory}; hetstream logs {directory}"
-        )
 
 
 def job_directory(places: Iterable[Path], job_id: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Asks a dispatcher what goes on, without registering. Called by `hetstream top` and the elastic controller."""
+"""Asks a dispatcher what goes on, without registering. Called by `hetstream job` and the elastic controller."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StatusClient:
 
 # What goes on at each stage of a service: (Status) -> StageLoad. Pure.
 #
-# Read by the elastic controller of each stage, by `hetstream top` and the metrics. A stage is large enough if those
+# Read by the elastic controller of each stage, by `hetstream job` and the metrics. A stage is large enough if those
 # that take its batches do not wait: the training loops, or for the stage before the last one the data workers with a
 # GPU.
 

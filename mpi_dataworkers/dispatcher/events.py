@@ -416,7 +416,7 @@ ALL_EVENTS = (
 
 # Events on disk: `events.jsonl` in the dispatcher's directory, one JSON object a line, bounded in size.
 #
-# Written by `server.py`; read by `hetstream events`, also after the job has ended.
+# Written by `server.py`; read by `hetstream job --events`, also after the job has ended.
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What goes on in a service, as the dispatcher sees it: (tables, now) -> Status. Pure.
 
-Called when a peer asks (`hetstream top`) and for the metrics; between two questions it costs nothing but counters.
+Called when a peer asks (`hetstream job`) and for the metrics; between two questions it costs nothing but counters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SILENT_S = 1.5
 
 
 def status_of(tables: Tables, now: float) -> Status:
-    """Everything that `hetstream top` shows, at the time `now`."""
+    """Everything that `hetstream job` shows, at the time `now`."""
     (leases_per_s,) = tables.recent.per_s(now, tables.leases_granted)
     return Status(
         incarnation=tables.incarnation,

@@ -30,11 +30,7 @@ GROUPS = {
         "run": "run a program with local data workers, without Slurm",
         "sbatch": "submit an sbatch script as a heterogeneous job",
         "convert": "print the heterogeneous script that an sbatch script becomes",
-        "top": "show what the data workers and loaders of a running job do",
-        "events": "print what happened in a job, with its causes",
-        "logs": "print the logs of a job: master, data workers, checkpoint writers",
-        "summary": "print what a job did that has ended",
-        "clean": "remove what old jobs have left in .hetstream",
+        "job": "show a job in any state: why it waits, what it does, what it did",
         "ckpt": "list, check, convert and clean up checkpoints",
         "migrate": "move a running training job to other nodes, without a step lost",
     },
@@ -61,7 +57,8 @@ INTERNAL = "internal"
 # Words that one may look for, with what does it.
 _ELSEWHERE = {
     "explain": "run --explain",
-    "status": "job",
+    **dict.fromkeys(("top", "status", "summary", "efficiency"), "job"),
+    **{word: f"job --{word}" for word in ("events", "logs", "clean")},
     "opp": "gpu jobs",
     "packer": "gpu pack",
     "coordinator": "internal coordinator",

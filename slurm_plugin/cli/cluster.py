@@ -278,7 +278,7 @@ that joined a job later are jobs themselves, and COMPANION OF names the job that
 jobs share GPUs.
 
 examples:
-  hetstream jobs -u $USER
+  hetstream jobs --me
   hetstream jobs --state PENDING --csv
   hetstream jobs 8123 --details          which GPUs it holds, on which nodes
 
@@ -300,7 +300,9 @@ def add_jobs_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = JOBS_EPILOG
     parser.add_argument("jobs", nargs="*", metavar="JOBID", help="only these: N, N+COMPONENT or N_TASK")
-    parser.add_argument("-u", "--user", metavar="NAMES", help="only jobs of these users, with commas between them")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--me", action="store_true", help="only jobs of yours")
+    whose.add_argument("-u", "--user", metavar="NAMES", help="only jobs of these users, with commas between them")
     parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")
     parser.add_argument("-t", "--state", metavar="STATES", help="only these states, such as PENDING,RUNNING")
     parser.add_argument(
@@ -326,6 +328,7 @@ def run_jobs(args: argparse.Namespace) -> int:
         job
         for job in jobs
         if (users is None or job.user in users)
+        and (not args.me or is_own(job))
         and (partitions is None or {*job.partitions, *job.closed_partitions} & set(partitions))
         and (states is None or job.state in states)
     ]

@@ -65,7 +65,6 @@ _FILES = {
     module: file
     for file, modules in {
         "submit": ("sbatch", "convert"),
-        "job": ("top", "events", "logs", "summary", "clean"),
         "service": ("dispatcher", "worker"),
         "cluster": ("frag", "jobs", "advise"),
         "report": ("serve", "exporter"),

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.process import with_job
 from hetstream.hetjob.errors import ProgramNotFound
@@ -21,7 +23,7 @@ from hetstream.slurm_plugin.cli.screen import add_screen_arguments, check_interv
 from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, OwnJobs, guaranteed_processes
 from hetstream.slurm_plugin.coordinator.gpus import Gpu, open_gpu, resume, suspend
 from hetstream.slurm_plugin.coordinator.server import Coordinator
-from hetstream.slurm_plugin.coordinator.table import look
+from hetstream.slurm_plugin.coordinator.table import GpuTable, look
 from hetstream.slurm_plugin.render.gpu_top import render
 
 # `hetstream internal coordinator`: coordinates the jobs on this node's GPUs.
@@ -227,4 +229,9 @@ def run_gpu_top(args: argparse.Namespace) -> int:
     """Show it until the user has seen enough."""
     check_interval(args)
     coordinator_uid = coordinator_uid_of()
-    return show_again(args, lambda: look(args.socket, coordinator_uid), render)
+    once = args.once or not sys.stdout.isatty()
+    return show_again(args, lambda: look(args.socket, coordinator_uid), _as_json, render, once=once)
+
+
+def _as_json(seen: GpuTable) -> str:
+    return msgspec.json.encode(seen).decode()

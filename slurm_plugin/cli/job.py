@@ -1,22 +1,27 @@
-"""`hetstream top`: what the data workers and loaders of a running job do."""
+"""`hetstream job`: a job in any state: why it waits, what it does, what it did and used, its events and logs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory, UntrustedFile
-from hetstream.base.text import duration_words, printable, size_words
+from hetstream.base.text import duration, duration_words, percent, printable, size_words
 from hetstream.hetjob.elastic.step_terms import StepTerm
-from hetstream.hetjob.errors import ServiceNotFound
+from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
 from hetstream.hetjob.job.ended_job import (
     SUMMARY_FILE,
     JobLeft,
@@ -26,83 +31,359 @@ from hetstream.hetjob.job.ended_job import (
     remove,
     summary_line,
 )
-from hetstream.hetjob.job.find_service import check_running, find_address_file, find_directory
+from hetstream.hetjob.job.find_service import JOB_ID, find_address_file, find_directory
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR, JOBS_DIR, RULE, for_user, is_directory_pattern, places, setting
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.slurm_plugin.cli.output import EXIT_CODES
-from hetstream.slurm_plugin.cli.screen import add_screen_arguments, check_interval, show_again
-from hetstream.slurm_plugin.client.accounting import job_place
+from hetstream.slurm_plugin.cli.cluster_source import read_cluster_or_jobs
+from hetstream.slurm_plugin.cli.output import meta_of
+from hetstream.slurm_plugin.cli.screen import check_interval, show_again
+from hetstream.slurm_plugin.client.accounting import Times, from_queue, has_accounting, job_place
+from hetstream.slurm_plugin.client.job_use import JobUse, of_queue, recorded, with_steps
+from hetstream.slurm_plugin.client.model import Job, Snapshot, is_own
+from hetstream.slurm_plugin.client.read import CommandReader
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.render.tables import Cell, table
+from hetstream.slurm_plugin.client.values import local_time
+from hetstream.slurm_plugin.errors import UnknownJob
+from hetstream.slurm_plugin.insight.het_job import find_jobs
+from hetstream.slurm_plugin.insight.last_reading import SOURCE
+from hetstream.slurm_plugin.render.tables import (
+    RED,
+    SCHEMA_VERSION,
+    YELLOW,
+    Cell,
+    Column,
+    Report,
+    Row,
+    Section,
+    as_table,
+    gib,
+    table,
+)
 from hetstream.slurm_plugin.render.top import render
 
-TOP_EPILOG = """\
-WAITED is the share of the last seconds in which the training loop waited for data. BUSY is the share in which a data
-worker made steps. If trainers wait and data workers are busy, more data workers help. If trainers wait and data workers
-are idle, something else holds the job up, such as the network.
+log = logging.getLogger(__name__)
+
+# Between two questions to slurmctld and to the daemons of nodes; a job's own service is asked each time.
+_SLURM_S = 30.0
+_DEFAULT_LINES = 20
+# Jobs that have ended are shown for so long with --me.
+_ENDED_S = 86400.0
+
+EPILOG = """\
+A pending job: what it waits for, as hetstream why says it. A job with data workers that runs: what they and its loaders
+do; one that has ended: what they did. Of any job of Slurm's: what it was given, and used of it as far as the site
+records that. --watch shows it again and again until Ctrl-C.
+
+WAITED is the share of the last seconds, or of a whole run, in which the training loop waited for data; LOCAL are steps
+that the trainer had to make itself. BUSY is the share in which a data worker made steps. If trainers wait and data
+workers are busy, more data workers help. If trainers wait and data workers are idle, something else holds the job up,
+such as the network. CPU is the CPU time that a job used, of what its CPUs had; MEMORY the most that one of its steps
+had, of what it was given; GPU how busy its GPUs were.
 
 examples:
-  hetstream top                         the only service of this directory or host
-  hetstream top 8123                    a Slurm job, from where it was submitted, or anywhere as long as Slurm knows it
-  hetstream top --once --json 8123      for scripts
+  hetstream job 8123                     by any of its numbers, from anywhere as long as Slurm knows it
+  hetstream job                          the only one that was submitted from this directory, or runs on this host
+  hetstream job .hetstream/job-8123      without Slurm
+  hetstream job --me                     all of yours that wait, run, or have ended within a day
+  hetstream job 8123 --events            what happened in it, with its causes; also when it has ended
+  hetstream job 8123 --logs              the last lines of each log; --logs master: all of the job master's
+  hetstream job --clean --older-than 30d --remove ~/runs/*
+
+logs:
+  master         what the job master decided and why
+  dispatcher     which data workers and loaders came and went
+  data-worker-N  the data workers of component 1; companion-N: those that joined later; gpu-companion-N: with a GPU
+  writers/NODE   the checkpoint writers
 
 exit codes:
   0  done
-  1  the job has no service that answers, or Slurm could not say where it would be
+  1  neither Slurm nor a directory of this user's knows the job, or Slurm could not be asked
   2  the command line is wrong, or names no job where there are several services or none
 """
 
 
-def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser.description = (
-        "Show a job's data workers and loaders, again and again until Ctrl-C. Where the output is no terminal, once."
-    )
-    parser.epilog = TOP_EPILOG
-    add_service_arguments(parser)
-    add_screen_arguments(parser)
-    parser.set_defaults(run=run_top)
-
-
-def add_service_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that name a service."""
+    parser.description = "Show a job in whatever state it is: why it waits, what it does, what it did and used."
+    parser.usage = "%(prog)s [options] [JOB] [LOG ...]"
+    parser.epilog = EPILOG
     parser.add_argument(
-        "job", nargs="?", metavar="JOB", help="job id, also of a component or companion; or a job's directory"
+        "words", nargs="*", metavar="JOB", help="job id, also of a component or companion; or a job's directory"
     )
+    parser.add_argument("--me", action="store_true", help="all jobs of yours, with what they use")
+    parser.add_argument("--watch", action="store_true", help="again and again until Ctrl-C; --events: also new ones")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON: one object, with --watch and --events one a line")
     parser.add_argument("--service", metavar="file:FILE", help="address file of a dispatcher (or HETSTREAM_SERVICE)")
+    parser.add_argument("--events", action="store_true", help="what happened in it, oldest first, each with its cause")
+    logs = parser.add_argument_group("logs")
+    logs.add_argument("--logs", action="store_true", help="its logs: the last lines of each, or all of those named")
+    logs.add_argument("-n", "--lines", type=int, metavar="N", help=f"so many last lines (default {_DEFAULT_LINES})")
+    logs.add_argument("--path", action="store_true", help="only where they are")
+    clean = parser.add_argument_group("what old jobs have left")
+    clean.add_argument(
+        "--clean", action="store_true", help="list directories of old jobs in the .hetstream of DIRs (default: here)"
+    )
+    clean.add_argument("--remove", action="store_true", help="remove them")
+    clean.add_argument("--older-than", default="14d", metavar="AGE", help="how old, as 12h, 30d or 8w (default 14d)")
+    clean.add_argument("--jobs-dir", metavar="DIR", help=f"a place of jobs' directories, too (default: ${JOBS_DIR})")
+    parser.set_defaults(run=run, fresh=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what was asked for."""
+    if sum((args.me, args.events, args.logs, args.clean)) > 1:
+        raise UsageError("--me, --events, --logs and --clean: one of them")
+    if args.clean:
+        return run_clean(args)
+    args.job, *args.names = args.words or [None]
+    if args.logs:
+        return run_logs(args)
+    if args.names:
+        raise UsageError(f"{printable(args.names[0])!r}: one job at a time")
+    if args.events:
+        return run_events(args)
+    check_interval(args)
+    if args.me:
+        if args.job or args.service:
+            raise UsageError("--me names the jobs: leave the other one away")
+        return show_again(args, lambda: _of_user(args), _json_of, _lines_of, once=not args.watch)
+    watched = _Watched(args)
+    return show_again(args, watched.look, _json_of, _lines_of, once=not args.watch)
 
 
 def address_file_of(args: argparse.Namespace) -> Path:
     """Address file of the service that these arguments name."""
-    from hetstream.slurm_plugin.client.accounting import job_place
-
     return find_address_file(args.job, args.service, os.environ, Path.cwd(), lambda job: job_place(job, os.environ))
 
 
-def run_top(args: argparse.Namespace) -> int:
-    """Show it until the user has seen enough."""
+@dataclass(frozen=True)
+class Answer:
+    """What is known of a job now.
+
+    Attributes:
+        reports: parts in order, each with its lines and tables.
+        facts: the same for JSON.
+    """
+
+    reports: Sequence[Report]
+    facts: Mapping[str, Any]
+
+
+def _json_of(answer: Answer) -> str:
+    return json.dumps(answer.facts)
+
+
+def _lines_of(answer: Answer, color: bool) -> list[str]:
+    lines: list[str] = []
+    for report in answer.reports:
+        lines += ["", *as_table(report, color)] if lines else as_table(report, color)
+        lines += [f"({printable(note)})" for note in report.notes]
+    return lines
+
+
+class _Watched:
+    """A job that is looked at again and again."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._in_slurm: Answer | None = None
+        self._is_pending = False
+        self._looked_s = -math.inf
+
+    def look(self) -> Answer:
+        """What is known of it now."""
+        job = self._args.job
+        by_number = job is not None and JOB_ID.fullmatch(job) is not None
+        if by_number and time.monotonic() - self._looked_s >= _SLURM_S:
+            self._ask_slurm()
+        if self._is_pending and self._in_slurm is not None:
+            return self._in_slurm
+        try:
+            own = _of_directory(address_file_of(self._args).parent)
+        except (ServiceNotFound, ServiceError) as error:
+            if self._in_slurm is None:
+                raise
+            log.debug("no data worker tells of the job: %s", error)
+            return self._in_slurm
+        if self._in_slurm is None:
+            return own
+        return Answer([*own.reports, *self._in_slurm.reports], {**self._in_slurm.facts, **own.facts})
+
+    def _ask_slurm(self) -> None:
+        try:
+            self._in_slurm, self._is_pending = _of_slurm(self._args)
+        except (SlurmCommandError, UnknownJob) as error:
+            # A directory may tell of the job all the same: Slurm forgets.
+            address_file_of(self._args)
+            self._in_slurm, self._is_pending = None, False
+            log.debug("Slurm tells nothing of the job: %s", error)
+        self._looked_s = time.monotonic()
+
+
+def _of_slurm(args: argparse.Namespace) -> tuple[Answer, bool]:
+    """What Slurm knows of the job that a number names, and whether it is pending.
+
+    Raises:
+        UnknownJob: nothing.
+        SlurmCommandError: it could not be asked.
+    """
+    # Only here: they look at thousands of nodes as arrays, which a job without Slurm does not need.
+    from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
+    from hetstream.slurm_plugin.cli.why import report_of, told_lines
+    from hetstream.slurm_plugin.insight.proposals import told_by_job
+
+    snapshot = read_cluster_or_jobs(args)
+    jobs = find_jobs(snapshot.jobs, args.job)
+    if not jobs and snapshot.source == SOURCE:
+        snapshot = CommandSlurm().seen()
+        jobs = find_jobs(snapshot.jobs, args.job)
+    pending = [job for job in jobs if job.is_pending]
+    others = [job for job in jobs if not job.is_pending]
+    uses, notes = _uses_now(others, snapshot) if others else ((), [])
+    if not jobs:
+        uses, notes = _uses_ended(args.job, snapshot)
+    reports, facts = [], {**meta_of("job", snapshot), "version": SCHEMA_VERSION}
+    document: dict[str, Any] = {"meta": facts, "uses": [*map(_use_row, uses)], "notes": notes}
+    if uses:
+        reports.append(_use_report(uses, notes, others))
+    if pending:
+        why = report_of(args.job, pending, snapshot, {}, packing_reasons(snapshot, pending))
+        reports.append(why)
+        document |= {"why": why.summary, **{section.name: [*section.rows] for section in why.sections}}
+    for job in others:
+        if lines := told_lines(told_by_job(job)):
+            reports.append(Report({}, {}, lines, ()))
+    return Answer(reports, document), bool(pending) and not others
+
+
+def _uses_now(jobs: Sequence[Job], snapshot: Snapshot) -> tuple[Sequence[JobUse], list[str]]:
+    """What jobs that run use, and why that is not known."""
+    now_s = time.time()
+    uses = [
+        of_queue(job, usage)
+        for job in jobs
+        for usage in from_queue([job], (), {job.job_id: Times(now_s - job.start_s)} if job.start_s else {}, now_s)
+    ]
+    if not uses or _gathers_nothing(snapshot):
+        return uses, _gathers_nothing(snapshot)
+    found, problem = with_steps(uses, os.environ)
+    return found, [f"what it uses now is not known: {problem}"] if problem else []
+
+
+def _uses_ended(name: str, snapshot: Snapshot) -> tuple[Sequence[JobUse], list[str]]:
+    """What a job that has ended used, and why that is not known.
+
+    Raises:
+        UnknownJob: nobody remembers it.
+    """
+    if has_accounting(snapshot):
+        uses: Sequence[JobUse] = recorded([f"--jobs={name}"], os.environ, snapshot.config.get("ClusterName", ""))
+        notes = _gathers_nothing(snapshot)
+    else:
+        remembered = find_jobs(CommandReader(os.environ).jobs(ended=True), name)
+        uses = [of_queue(job, usage) for job in remembered for usage in from_queue([job])]
+        notes = ["what an ended job used is not recorded: this cluster has no accounting (AccountingStorageType)"]
+    if not uses:
+        hidden = f" {snapshot.hidden} may hide it from you." if snapshot.hides_jobs else ""
+        raise UnknownJob(f"Slurm knows no job {name}, or has forgotten it.{hidden} Check: scontrol show job {name}")
+    return uses, notes
+
+
+def _gathers_nothing(snapshot: Snapshot) -> list[str]:
+    how = snapshot.config.get("JobAcctGatherType", "")
+    is_off = how in ("", "(null)") or how.endswith("none")
+    return [f"how much of it was used is not recorded: slurm.conf has JobAcctGatherType={how}"] if is_off else []
+
+
+def _of_user(args: argparse.Namespace) -> Answer:
+    """All jobs of this user that wait, run, or have ended within a day."""
+    snapshot = read_cluster_or_jobs(args)
+    own = [job for job in snapshot.jobs if is_own(job)]
+    waiting = [job for job in own if job.is_pending]
+    uses, notes = _uses_now([job for job in own if not job.is_pending], snapshot)
+    if has_accounting(snapshot):
+        chosen = [f"--user={os.geteuid()}", f"--starttime={local_time(time.time() - _ENDED_S)}"]
+        ended = recorded(chosen, os.environ, snapshot.config.get("ClusterName", ""))
+        uses = [*uses, *(use for use in ended if use.usage.end_s is not None)]
+    rows = [*map(_use_row, uses), *map(_waiting_row, waiting)]
+    section = Section("uses", _USE_COLUMNS, rows, empty="no job of yours waits, runs or has ended within a day")
+    report = Report({}, {}, [], (section,), notes)
+    meta = {**meta_of("job", snapshot), "version": SCHEMA_VERSION}
+    return Answer([report], {"meta": meta, "uses": rows, "notes": notes})
+
+
+def _use_report(uses: Sequence[JobUse], notes: Sequence[str], running: Sequence[Job]) -> Report:
+    first = uses[0]
+    lines = []
+    if not running:
+        code = f", exit code {first.exit_code.partition(':')[0]}" if first.exit_code not in ("", "0:0") else ""
+        lines = [f"job {first.label} ({first.usage.name}) of {first.usage.user} has ended: {first.state}{code}"]
+    has_gpus = any(use.usage.gpus for use in uses)
+    columns = [column for column in _USE_COLUMNS if has_gpus or column.key not in ("gpus", "gpu_share")]
+    return Report({}, {}, lines, (Section("uses", columns, [*map(_use_row, uses)]),), notes)
+
+
+def _use_row(use: JobUse) -> Row:
+    return {
+        "job": use.label, "name": use.usage.name, "state": use.state, "nodes": use.num_nodes, "cpus": use.usage.cpus,
+        "cpu_share": use.cpu_share, "memory_mb": use.memory_mb, "memory_share": use.memory_share,
+        "gpus": use.usage.gpus, "gpu_share": use.usage.gpu_share, "ran_s": use.usage.ran_s, "limit_s": use.limit_s,
+        "cpu_used_s": use.usage.cpu_used_s, "memory_used_mb": use.memory_used_mb, "exit_code": use.exit_code,
+    }  # fmt: skip
+
+
+def _waiting_row(job: Job) -> Row:
+    return {
+        "job": job.label, "name": job.name, "state": job.state, "nodes": job.num_nodes, "cpus": job.num_cpus,
+        "cpu_share": None, "memory_mb": job.memory_mb, "memory_share": None, "gpus": job.gpus, "gpu_share": None,
+        "ran_s": None, "limit_s": job.time_limit_s, "cpu_used_s": None, "memory_used_mb": None, "exit_code": "",
+    }  # fmt: skip
+
+
+def _low(key: str) -> Callable[[Row], str]:
+    """Marks what used little of what it was given."""
+    return lambda row: "" if row[key] is None or row[key] >= _USED_WELL else RED if row[key] < _USED_BADLY else YELLOW
+
+
+# Shares of what a job was given, below which others could have had some of it.
+_USED_WELL, _USED_BADLY = 0.5, 0.2
+_USE_COLUMNS = (
+    Column("job", "JOB", left=True),
+    Column("name", "NAME", left=True),
+    Column("state", "STATE", left=True),
+    Column("nodes", "NODES"),
+    Column("cpus", "CPUS"),
+    Column("cpu_share", "CPU", percent, mark=_low("cpu_share")),
+    Column("memory_mb", "GIB", gib),
+    Column("memory_share", "MEMORY", percent, mark=_low("memory_share")),
+    Column("gpus", "GPUS", lambda value: f"{value:g}"),
+    Column("gpu_share", "GPU", percent, mark=_low("gpu_share")),
+    Column("ran_s", "TIME", duration),
+    Column("limit_s", "OF", duration),
+)
+
+
+def _of_directory(directory: Path) -> Answer:
+    """What a job with data workers does or did, by its directory."""
+    path = directory / "address"
+    if not path.exists() and (directory / SUMMARY_FILE).exists():
+        summary = _read(directory)
+        try:
+            lines = _lines(summary, directory)
+        except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+            raise ServiceError(f"{directory / SUMMARY_FILE} is no record of a job: {error!r}") from error
+        return Answer([Report({}, {}, lines, ())], {"record": summary})
     from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 
-    check_interval(args)
-    path = address_file_of(args)
-    check_running(path)
     with StatusClient(running_service(path)) as client:
-        return show_again(args, client.fetch, lambda status, color: render(status, path.parent.name, color))
+        status = client.fetch()
+    return Answer([Report({}, {}, render(status, directory.name), ())], {"service": msgspec.to_builtins(status)})
 
 
-# `hetstream events`: what happened in a job, with its causes.
-
-
-def add_events_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb."""
-    parser.description = (
-        "Print the events of a job's dispatcher, oldest first: data workers that came and went, leases "
-        "that were taken back, epochs that began and ended, each with its cause. Also after the job's end."
-    )
-    add_service_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, with all fields")
-    parser.add_argument("--follow", action="store_true", help="go on with new events until Ctrl-C")
-    parser.set_defaults(run=run_events)
+# `hetstream job --events`: what happened in a job, with its causes.
 
 
 def run_events(args: argparse.Namespace) -> int:
@@ -117,49 +398,17 @@ def run_events(args: argparse.Namespace) -> int:
         raise UsageError(f"the events are on a disk of the job's first node until it ends: {place}. Run this there")
     if path is None:
         raise UsageError(f"no {EVENTS_FILE} in {directory} or {directory / 'dispatcher'}: no dispatcher has run there")
-    for line in (follow_events if args.follow else read_events)(path):
+    for line in (follow_events if args.watch else read_events)(path):
         print(printable(line.decode(errors="replace").rstrip() if args.json else render_line(line)))
-        if args.follow:
+        if args.watch:
             sys.stdout.flush()
     return 0
 
 
-# `hetstream logs`: what the parts of a job wrote, while it runs and when it is over.
+# `hetstream job --logs`: what the parts of a job wrote, while it runs and when it is over.
 
 _MAX_BYTES = 256 << 20
-_DEFAULT_LINES = 20
 _WRITERS = "writers"
-
-LOGS_EPILOG = f"""\
-master.log      what the job master decided and why
-dispatcher.log  which data workers and loaders came and went
-data-worker-N   the data workers of component 1; companion-N: those that joined later;
-                gpu-companion-N: those with a GPU
-writers/NODE    the checkpoint writers
-
-examples:
-  hetstream logs 8123                    the last lines of each
-  hetstream logs 8123 master             all of one
-  hetstream logs 8123 --path             where they are
-  hetstream logs .hetstream/job-8123     without Slurm
-
-{EXIT_CODES}"""
-
-
-def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb."""
-    parser.description = (
-        "Print the logs of a job's master, dispatcher, data workers and checkpoint writers. The job may be "
-        "named by any of its numbers, from any directory, as long as Slurm knows it."
-    )
-    parser.epilog = LOGS_EPILOG
-    parser.add_argument("job", metavar="JOB", help="job id, also of a component or companion; or a job's directory")
-    parser.add_argument("names", nargs="*", metavar="LOG", help="print the whole text of these logs")
-    parser.add_argument(
-        "-n", "--lines", type=int, metavar="N", help=f"how many last lines of each log (default {_DEFAULT_LINES})"
-    )
-    parser.add_argument("--path", action="store_true", help="print only where the logs are")
-    parser.set_defaults(run=run_logs)
 
 
 def directory_of(job: str) -> Path:
@@ -172,6 +421,8 @@ def run_logs(args: argparse.Namespace) -> int:
     """Print them."""
     if args.lines is not None and args.lines < 1:
         raise UsageError(f"--lines {args.lines}: at least 1")
+    if args.job is None:
+        raise UsageError("--logs: name a job, or its directory")
     path = directory_of(args.job)
     with Directory.open(path) as directory:
         logs = list(_logs(directory))
@@ -229,59 +480,17 @@ def _last_lines(directory: Directory, log: Path, num_lines: int | None) -> list[
     return lines if num_lines is None else lines[-num_lines:]
 
 
-# `hetstream summary`: what the loaders of an ended job took, who made it, and what the elastic controller did.
+# What the loaders of an ended job took, who made it, and what the elastic controller did.
 
 _HEAD = ("LOADER", "RANK", "HOST", "EPOCHS", "STEPS", "SAMPLES", "BYTES", "WAITED", "LOCAL", "LEFT OUT")
 _DECISIONS_SHOWN = 10
-
-SUMMARY_EPILOG = f"""\
-WAITED is the share of the time inside epochs in which the training loop waited for data; LOCAL are steps that the
-trainer had to make itself.
-
-examples:
-  hetstream summary 8123
-  hetstream summary --json 8123
-  hetstream summary .hetstream/job-8123   without Slurm
-
-{EXIT_CODES}"""
-
-
-def add_summary_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb."""
-    parser.description = (
-        "Print what a job did that has ended: its loaders, its data workers, the changes of their number."
-    )
-    parser.epilog = SUMMARY_EPILOG
-    parser.add_argument("job", metavar="JOB", help="job id, also of a component or companion; or a job's directory")
-    parser.add_argument("--json", action="store_true", help="the whole record, as it was written")
-    parser.set_defaults(run=run_summary)
-
-
-def run_summary(args: argparse.Namespace) -> int:
-    """Print it."""
-    directory = directory_of(args.job)
-    summary = _read(directory)
-    if args.json:
-        print(json.dumps(summary, indent=1))
-    else:
-        try:
-            lines = _lines(summary, directory)
-        except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-            raise ServiceError(f"{directory / SUMMARY_FILE} is no record of a job: {error!r}") from error
-        print("\n".join(map(printable, lines)))
-    return 0
 
 
 def _read(directory: Path) -> dict[str, Any]:
     try:
         summary, _ = load_summary(directory)
     except FileNotFoundError as error:
-        running = (directory / "address").exists()
-        raise ServiceNotFound(
-            f"no {SUMMARY_FILE} in {directory}: "
-            + ("the job runs; see: hetstream top " if running else "its job master was killed; see: hetstream logs ")
-            + str(directory)
-        ) from error
+        raise ServiceNotFound(f"no {SUMMARY_FILE} in {directory}") from error
     except ValueError as error:
         raise ServiceError(f"{directory / SUMMARY_FILE} {error}") from error
     return summary
@@ -305,7 +514,7 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
     ended = ended_of(summary, directory.name, "", 0.0)
     if ended and ended.advice:
         lines += ["", f"{ended.advice}: next time --trainer-cpus={ended.needed_cpus}"]
-    return [*lines, "", f"more: hetstream logs {directory}; hetstream events {directory}"]
+    return [*lines, "", f"more: hetstream job --events {directory}; with --logs its logs"]
 
 
 def _changes(decisions: Sequence[Mapping[str, Any]], whose: str) -> list[str]:
@@ -337,55 +546,22 @@ def _cells(loader: Mapping[str, Any]) -> list[Cell]:
     return [(text, "") for text in texts]
 
 
-# `hetstream clean`: remove what old jobs have left in their places; without `--remove` it only says what would go.
+# `hetstream job --clean`: remove what old jobs have left in their places, or without `--remove` say what would go.
 
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-
-CLEAN_EPILOG = """\
-A job's directory holds its logs, events and summary. It is old if nothing in it has changed for as long as --older-than
-says, and squeue does not list the job. Directories of other users stay, and links are not followed. If Slurm does not
-answer, nothing is removed.
-
-examples:
-  hetstream clean                             what would be removed here, in ~ and in HETSTREAM_JOBS_DIR
-  hetstream clean --older-than 30d ~/runs/*
-  hetstream clean --remove
-
-exit codes:
-  0  done
-  1  Slurm could not be asked, or something could not be removed
-  2  the command line is wrong
-"""
-
-
-def add_clean_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb."""
-    parser.description = "List the directories of old jobs in .hetstream, or remove them with --remove."
-    parser.epilog = CLEAN_EPILOG
-    parser.add_argument(
-        "directories", nargs="*", type=Path, metavar="DIR", help="where jobs were submitted (default: this directory)"
-    )
-    parser.add_argument(
-        "--jobs-dir", metavar="DIR", help=f"look in this place of jobs' directories, too (default: ${JOBS_DIR})"
-    )
-    parser.add_argument(
-        "--older-than", default="14d", metavar="AGE", help="how old, such as 12h, 30d or 8w (default 14d)"
-    )
-    parser.add_argument("--remove", action="store_true", help="remove it; without this option it is only listed")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.set_defaults(run=run_clean)
 
 
 def run_clean(args: argparse.Namespace) -> int:
     """Say what is old, and remove it if that was asked for."""
     limit_s = _seconds(args.older_than)
-    if missing := [path for path in args.directories if not path.is_dir()]:
+    directories = [*map(Path, args.words)]
+    if missing := [path for path in directories if not path.is_dir()]:
         raise UsageError(f"{missing[0]} is no directory")
     # All of it holds jobs of this user; a directory of another name may hold a `job-7` that is none of ours.
-    pattern = args.jobs_dir or (None if args.directories else setting(JOBS_DIR, os.environ))
+    pattern = args.jobs_dir or (None if directories else setting(JOBS_DIR, os.environ))
     if pattern and not is_directory_pattern(pattern):
         raise UsageError(f"--jobs-dir {pattern!r}: must be {RULE}")
-    named = [path / IN_SUBMIT_DIR for path in args.directories]
+    named = [path / IN_SUBMIT_DIR for path in directories]
     found = [*named, *([for_user(pattern)] if pattern else [])] if named else places([Path.cwd()], pattern)
     living = CommandSlurm().living_jobs()
     now = time.time()

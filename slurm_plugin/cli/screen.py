@@ -1,4 +1,4 @@
-"""Tables that are drawn again and again on a terminal: `hetstream top` and `hetstream gpu top`."""
+"""Tables that are drawn again and again on a terminal: `hetstream job --watch` and `hetstream gpu top`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from hetstream.base.errors import UsageError
 from hetstream.base.process import sleep_in_parts
 
-Seen = TypeVar("Seen", bound=msgspec.Struct)
+Seen = TypeVar("Seen")
 
 # https://invisible-island.net/xterm/ctlseqs/ctlseqs.html: CUP, EL, ED and DECAWM.
 _HOME, _CLEAR_LINE, _CLEAR_BELOW, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
@@ -42,31 +40,37 @@ def check_interval(args: argparse.Namespace) -> None:
 
 
 def show_again(
-    args: argparse.Namespace, look: Callable[[], Seen], render: Callable[[Seen, bool], Sequence[str]]
+    args: argparse.Namespace,
+    look: Callable[[], Seen],
+    encode: Callable[[Seen], str],
+    render: Callable[[Seen, bool], Sequence[str]],
+    *,
+    once: bool,
 ) -> int:
-    """Show what there is until the user has seen enough; where the output is no terminal, once.
+    """Show what there is once, or until the user has seen enough.
 
     Args:
-        args: with those of `add_screen_arguments`.
+        args: with `json` and `interval`.
         look: asked for what to show, each time.
+        encode: what is seen -> JSON on one line.
         render: (what is seen, whether with colours) -> lines of text.
+        once: it is shown once.
 
     Returns:
         The exit code.
     """
     terminal = sys.stdout.isatty()
-    once = args.once or not terminal
     color = terminal and not os.environ.get("NO_COLOR")
-    live = not once and not args.json
+    live = terminal and not once and not args.json
     with drawing() if live else contextlib.nullcontext():
         while True:
             seen = look()
             if args.json:
-                print(msgspec.json.encode(seen).decode(), flush=True)
+                print(encode(seen), flush=True)
             elif live:
                 draw(render(seen, color))
             else:
-                print("\n".join(render(seen, color)))
+                print("\n".join(render(seen, color)), flush=True)
             if once:
                 return 0
             sleep_in_parts(args.interval)

@@ -97,7 +97,7 @@ def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
         hidden = f" {snapshot.hidden} may hide it from you." if snapshot.hides_jobs else ""
         raise UnknownJob(
             f"no job {name} is pending or running.{hidden} Check: scontrol show job {name.split('+')[0]}. If it "
-            f"has ended: hetstream summary {name}"
+            f"has ended: hetstream job {name}"
         )
     return jobs
 
@@ -132,7 +132,7 @@ def report_of(
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
         if not explanation.job.is_pending and (reason := (packing or {}).get(explanation.job.label)):
             lines.append(f"packer    {reason}")
-        lines += _told_lines(notices.get(explanation.job.label, Told()))
+        lines += told_lines(notices.get(explanation.job.label, Told()))
     blockers = [
         {"job": label, "kind": blocker.kind, "text": blocker.text, "next_step": blocker.next_step}
         for label, blocker in named
@@ -256,7 +256,8 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
     return lines
 
 
-def _told_lines(notices: Told) -> list[str]:
+def told_lines(notices: Told) -> list[str]:
+    """What a job that runs tells of its memory and of its step."""
     lines = []
     for warning in notices.warnings:
         lines.append(f"memory    {printable(warning.text)}")

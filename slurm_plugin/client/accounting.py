@@ -193,7 +193,7 @@ def from_sacct(
     return usages_of(rows)
 
 
-def sacct_rows(text: str, delimiter: str = FIELD_END) -> list[Row]:
+def sacct_rows(text: str, delimiter: str = FIELD_END, fields: Sequence[str] = SACCT_FIELDS) -> list[Row]:
     """The lines of sacct, of jobs and of their steps. The name stands last, and may have line ends.
 
     Raises:
@@ -209,9 +209,9 @@ def sacct_rows(text: str, delimiter: str = FIELD_END) -> list[Row]:
     rows: list[Row] = []
     for line in lines:
         values = line.removesuffix("\n").split(delimiter)
-        if len(values) != len(SACCT_FIELDS):
-            raise UnreadableAnswer(f"sacct printed {len(values)} fields and not {len(SACCT_FIELDS)}", line)
-        rows.append(dict(zip(SACCT_FIELDS, values, strict=True)))
+        if len(values) != len(fields):
+            raise UnreadableAnswer(f"sacct printed {len(values)} fields and not {len(fields)}", line)
+        rows.append(dict(zip(fields, values, strict=True)))
     return rows
 
 
@@ -254,13 +254,13 @@ def _usage(row: Row, steps: Sequence[Row], said_start_s: float) -> Usage:
     # A job of another size counts as submitted when it got that size, and 22.05 has its first start beside that.
     start_s = max(said_start_s, moment(row["Submit"]) or 0.0)
     elapsed_s = float(row["ElapsedRaw"]) if row["ElapsedRaw"] else None
-    suspended_s = _cpu_seconds(row["Suspended"])
+    suspended_s = cpu_seconds(row["Suspended"])
     reported = told_by_jobstats(row["AdminComment"])
     untyped, parts = _gpus(row["AllocTRES"])
     gpus = untyped + parts
     end_s = moment(row["End"])
     # Of a job that runs, the accounting has those of its steps that have ended, and of a long one nothing.
-    counted = (_cpu_seconds(row["TotalCPU"]), _gpu_share(row, steps, gpus)) if end_s is not None else (0.0, None)
+    counted = (cpu_seconds(row["TotalCPU"]), _gpu_share(row, steps, gpus)) if end_s is not None else (0.0, None)
     used_s = counted[0] or (reported.cpu_used_s if reported else 0.0)
     return Usage(
         job=row["JobIDRaw"],
@@ -290,7 +290,7 @@ def _gpu_share(job: Row, steps: Sequence[Row], gpus: float) -> float | None:
     A task that uses several GPUs adds them up, to more than 100 %.
     """
     elapsed_s = float(job["ElapsedRaw"] or 0)
-    held_s = elapsed_s + _cpu_seconds(job["Suspended"])
+    held_s = elapsed_s + cpu_seconds(job["Suspended"])
     if gpus <= 0 or elapsed_s <= 0:
         return None
     used, is_known = 0.0, False
@@ -353,7 +353,7 @@ def with_mig(
     return tuple(found.get((usage.job, usage.start_s), usage) for usage in usages)
 
 
-def _cpu_seconds(text: str) -> float:
+def cpu_seconds(text: str) -> float:
     """Seconds of `1-02:03:04`, `02:03:04` or `03:04.567`."""
     if not text_or_empty(text):
         return 0.0

@@ -81,7 +81,7 @@ def _starving(job: Job, wait: float) -> Advice:
     gpus = job.gpus
     return Advice(
         job.label, job.user, job.state, "measured", 0, 0, gpus * wait * 24,
-        f"its trainers wait for data {wait:.0%} of their time", f"more data workers; hetstream top {job.label}",
+        f"its trainers wait for data {wait:.0%} of their time", f"more data workers; hetstream job {job.label}",
     )  # fmt: skip
 
 

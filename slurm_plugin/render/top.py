@@ -1,4 +1,4 @@
-"""The table of `hetstream top`: (Status) -> lines of text. Pure."""
+"""The table of `hetstream job`: (Status) -> lines of text. Pure."""
 
 from __future__ import annotations
 

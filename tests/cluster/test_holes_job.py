@@ -85,7 +85,7 @@ def test_companions_run_in_front_of_a_planned_start_and_are_gone_before_it(
     elastic = json.loads((job.home / "summary.json").read_text())["elastic"]
     assert elastic["companions_in_holes"] >= 1
     assert 10 < elastic["companion_cpu_s_in_holes"] == elastic["companion_cpu_s"]
-    assert "of it in backfill holes" in job.hetstream("summary", job.job_id)
+    assert "of it in backfill holes" in job.hetstream("job", job.job_id)
 
 
 def test_a_least_time_that_the_job_does_not_have_is_refused_before_slurm_is_asked(

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.errors import SlurmCommandError
-
 HETSTREAM = Path(sys.executable).with_name("hetstream")
 DIRECTIVE = "#HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu\n"
 SCRIPT = f'#!/bin/bash\n{DIRECTIVE}echo "$HETSTREAM_SERVICE"\n'
@@ -47,13 +45,13 @@ def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any, wai
     assert not (directory / ".hetstream").exists()
     # sbatch waits for the script's component alone; the job master's may end a moment later.
     wait_until(lambda: not [*disk.iterdir()], timeout_s=60, what="the end of the journal on the node's disk")
-    assert told(devcluster, "logs", "--path", f"{job_id}+1", "master") == f"{place}/job-{job_id}/master.log\n"
-    assert json.loads(told(devcluster, "summary", "--json", job_id))["job_name"] == "job.sbatch"
-    with pytest.raises(SlurmCommandError, match="has ended"):
-        told(devcluster, "top", job_id)
+    assert told(devcluster, "job", "--logs", "--path", f"{job_id}+1", "master") == f"{place}/job-{job_id}/master.log\n"
+    assert json.loads(told(devcluster, "job", "--json", job_id))["record"]["job_name"] == "job.sbatch"
 
     def cleaned() -> str:
-        rows = json.loads(told(devcluster, "clean", "--jobs-dir", pattern, "--older-than=0h", "--json"))["directories"]
+        rows = json.loads(told(devcluster, "job", "--clean", "--jobs-dir", pattern, "--older-than=0h", "--json"))[
+            "directories"
+        ]
         return {row["directory"]: row["done"] for row in rows}[f"{place}/job-{job_id}"]
 
     # squeue shows what has ended for MinJobAge seconds, but not as living; the last component ends a moment later.
@@ -62,7 +60,7 @@ def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any, wai
     second = submit(devcluster, devcluster.out_dir / "by-environment", "--export=NONE", HETSTREAM_JOBS_DIR=pattern)
     summary = place / f"job-{second}" / "summary.json"
     wait_until(summary.exists, timeout_s=30, what="the summary of the second job")
-    assert told(devcluster, "logs", "--path", second, "master") == f"{place}/job-{second}/master.log\n"
+    assert told(devcluster, "job", "--logs", "--path", second, "master") == f"{place}/job-{second}/master.log\n"
 
 
 def test_a_job_with_another_working_directory_is_found_by_its_number(devcluster: Any) -> None:
@@ -70,7 +68,7 @@ def test_a_job_with_another_working_directory_is_found_by_its_number(devcluster:
     there.mkdir()
     job_id = submit(devcluster, devcluster.out_dir / "here", f"--chdir={there}")
     (directory,) = devcluster.out_dir.glob(f"*here/.hetstream/job-{job_id}")
-    assert told(devcluster, "logs", "--path", job_id, "master") == f"{directory}/master.log\n"
+    assert told(devcluster, "job", "--logs", "--path", job_id, "master") == f"{directory}/master.log\n"
 
 
 @pytest.mark.shows("every directory on the way to a job's directory is safe, or the home directory takes its place")
@@ -94,7 +92,9 @@ def test_a_directory_that_somebody_else_could_swap_holds_no_jobs(devcluster: Any
     job_id = done.stdout.strip()
     assert (home / "out").read_text() == f"file:{home}/.hetstream/job-{job_id}/address\n"
     assert [*share.iterdir()] == []
-    assert told(devcluster, "logs", "--path", job_id, "master") == f"{home}/.hetstream/job-{job_id}/master.log\n"
+    assert (
+        told(devcluster, "job", "--logs", "--path", job_id, "master") == f"{home}/.hetstream/job-{job_id}/master.log\n"
+    )
     # A script that was converted elsewhere, or a line of a script's own: the same is decided where the job runs.
     (home / "own.sbatch").write_text(f'#!/bin/bash\neval "$({HETSTREAM} ckpt start)"\n')
     argv = ["sbatch", "--wait", "--parsable", f"--output={home}/out", f"--export=ALL,HOME={home}", home / "own.sbatch"]

@@ -91,7 +91,7 @@ def test_each_stage_grows_by_its_own_controller_and_each_gpu_has_one_data_worker
     assert summary["elastic_gpu"]["decisions"][0]["reason"] == "the script asks for 1 data workers at the least"
     assert summary["elastic"]["decisions"][0]["reason"].startswith("the trainer waits")
     assert sum(loader["steps"] for loader in summary["loaders"]) == len(job.steps())
-    assert "changes of the number of data workers with a GPU" in job.hetstream("summary", str(job.home))
+    assert "changes of the number of data workers with a GPU" in job.hetstream("job", str(job.home))
     assert not (job.home / "elastic-gpu.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""The table of `hetstream top`, and how a service is found."""
+"""The table of `hetstream job`, and how a service is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.base.files import temporary_place
 from hetstream.hetjob.errors import ServiceNotFound
-from hetstream.hetjob.job.find_service import JobPlace, check_running, find_address_file, find_directory
+from hetstream.hetjob.job.find_service import JobPlace, find_address_file, find_directory
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerState,
     DataWorkerStatus,
@@ -176,12 +176,3 @@ def test_any_number_of_a_job_names_it_from_any_directory(tmp_path: Path) -> None
         assert find_directory(number, tmp_path, ask) == directory
     assert asked == ["98", "98+1", "99", "98_4"]
     assert find_directory("98+1", there, nowhere) == directory, "from there nobody is asked"
-
-
-def test_a_job_that_has_ended_is_said_to_have(tmp_path: Path) -> None:
-    check_running(tmp_path / "address")  # whether it will come, nobody knows
-    (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(ServiceNotFound, match=r"has ended\. What it did: hetstream summary /\S+; hetstream logs"):
-        check_running(tmp_path / "address")
-    (tmp_path / "address").touch()
-    check_running(tmp_path / "address")

@@ -1,4 +1,4 @@
-"""`hetstream top` and `hetstream events` as a user calls them, beside a running service."""
+"""`hetstream job` and `hetstream job --events` as a user calls them, beside a running service."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def test_top_and_events_show_a_running_service(service: Any) -> None:
     with DataLoader(datasets.Augmented(64), batch_size=4, service=service.name, job_name="shown") as loader:
         batches = iter(loader)
         next(batches)
-        shown = hetstream("top", "--service", service.name)
+        shown = hetstream("job", "--service", service.name)
         assert shown.returncode == 0, shown.stderr
         assert re.search(r"^shown Augmented test_top_command\.py:\d+ rank 0/1 ", shown.stdout, re.MULTILINE)
         assert "\x1b" not in shown.stdout, "no terminal, no colours"
-        (row,) = json.loads(hetstream("top", "--json", "--once", str(service.address_file.parent)).stdout)["loaders"]
+        (row,) = json.loads(hetstream("job", "--json", str(service.address_file.parent)).stdout)["service"]["loaders"]
         assert (row["job"], row["epoch"], row["num_steps"]) == ("shown", 0, 16)
         list(batches)
-    told = hetstream("events", "--service", service.name)
+    told = hetstream("job", "--events", "--service", service.name)
     assert told.returncode == 0, told.stderr
     assert "all steps were taken" in told.stdout
-    lines = hetstream("events", "--json", "--service", service.name).stdout.splitlines()
+    lines = hetstream("job", "--events", "--json", "--service", service.name).stdout.splitlines()
     assert json.loads(lines[0])["event"] == "DispatcherStarted"
     assert len(lines) == len(told.stdout.splitlines())
 
@@ -99,7 +99,7 @@ def test_a_running_job_tells_how_long_its_trainers_wait(service_of_job: Any, tmp
 def test_top_on_a_terminal_draws_until_ctrl_c(service: Any) -> None:
     service.start_workers()
     ours, theirs = pty.openpty()
-    command = [HETSTREAM, "top", "--interval", "0.1", "--service", service.name]
+    command = [HETSTREAM, "job", "--watch", "--interval", "0.1", "--service", service.name]
     with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE) as top:
         os.close(theirs)
         seen = b""
@@ -120,7 +120,7 @@ def test_top_on_a_terminal_draws_until_ctrl_c(service: Any) -> None:
 
 
 def test_following_events_ends_by_ctrl_c(service: Any) -> None:
-    command = [HETSTREAM, "events", "--follow", "--json", "--service", service.name]
+    command = [HETSTREAM, "job", "--events", "--watch", "--json", "--service", service.name]
     service.start_workers()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as follower:
         assert follower.stdout is not None
@@ -135,11 +135,11 @@ def test_following_events_ends_by_ctrl_c(service: Any) -> None:
 
 
 def test_there_is_one_clear_error_where_there_is_no_service(tmp_path: Path) -> None:
-    missing = hetstream("top", "--service", f"file:{tmp_path}/address")
+    missing = hetstream("job", "--service", f"file:{tmp_path}/address")
     assert missing.returncode == 1
     assert missing.stderr.count("\n") == 1
     assert "there is no address file" in missing.stderr
-    for verb in ("top", "events"):
+    for words in (["job", "8123"], ["job", "--events", "8123"]):
         # Without Slurm, and with a Slurm that does not know the job.
         for says, squeue in (
             ("squeue: No such file or directory", ""),
@@ -148,13 +148,13 @@ def test_there_is_one_clear_error_where_there_is_no_service(tmp_path: Path) -> N
             if squeue:
                 (tmp_path / "squeue").write_text(squeue)
                 (tmp_path / "squeue").chmod(0o755)
-            unknown = hetstream(verb, "8123", cwd=tmp_path, env=os.environ | {"PATH": str(tmp_path)})
+            unknown = hetstream(*words, cwd=tmp_path, env=os.environ | {"PATH": str(tmp_path)})
             assert unknown.returncode == 1
             assert unknown.stderr.count("\n") == 1
             assert "no directory .hetstream/job-8123 here, and Slurm does not say where job 8123" in unknown.stderr
             assert says in unknown.stderr
             assert "run this there, or give the path of that directory" in unknown.stderr
         (tmp_path / "squeue").unlink()
-    none = hetstream("events", "--service", f"file:{tmp_path}/address")
+    none = hetstream("job", "--events", "--service", f"file:{tmp_path}/address")
     assert none.returncode == 2
     assert "no events.jsonl" in none.stderr

@@ -79,7 +79,7 @@ def test_a_trainer_that_has_data_workers_is_measured_and_not_guessed() -> None:
     seen = cluster(running, companion, nodes=(node(0, 3),))
     assert advise(seen, {"1": 0.01}) == ()
     (one,) = advise(seen, {"1": 0.5})
-    assert (one.basis, one.gpu_hours_per_day, one.step) == ("measured", 12.0, "more data workers; hetstream top 1")
+    assert (one.basis, one.gpu_hours_per_day, one.step) == ("measured", 12.0, "more data workers; hetstream job 1")
 
 
 @pytest.mark.shows("`advise` names jobs that would gain, with the basis of each estimate")

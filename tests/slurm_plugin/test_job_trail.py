@@ -1,4 +1,4 @@
-"""`hetstream logs`, `summary` and `clean`: what a job has left, found by any of its numbers, and removed by age."""
+"""`hetstream job`: what a job has left, found by any of its numbers, and removed by age."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def test_a_companion_leads_to_its_job_and_accounting_knows_what_squeue_has_forgo
 
 def test_the_logs_of_a_job_from_any_directory(site: Site) -> None:
     site.tool("squeue", f'case "$*" in *%k*) ;; *) echo "7+1 8 COMPLETED me {site.job.parents[1]}";; esac')
-    shown = site.run("logs", "8").stdout
+    shown = site.run("job", "--logs", "8").stdout
     assert shown.startswith(f"==> {site.job / 'master.log'} <==\nline 10\n")
     assert shown.endswith("<==\nregistered \\x1b]0;x\\x07\n"), "what a log holds does nothing to a terminal"
-    assert site.run("logs", "8", "master").stdout.splitlines()[0] == "line 0"
-    assert site.run("logs", "-n", "1", "7+1", "master.log").stdout == "line 29\n"
-    assert site.run("logs", "--path", "7", "data-worker-0").stdout == f"{site.job / 'data-worker-0.log'}\n"
-    wrong = site.run("logs", "8", "nothing", returncode=2).stderr
+    assert site.run("job", "--logs", "8", "master").stdout.splitlines()[0] == "line 0"
+    assert site.run("job", "--logs", "-n", "1", "7+1", "master.log").stdout == "line 29\n"
+    assert site.run("job", "--logs", "--path", "7", "data-worker-0").stdout == f"{site.job / 'data-worker-0.log'}\n"
+    wrong = site.run("job", "--logs", "8", "nothing", returncode=2).stderr
     assert "no log 'nothing'" in wrong
     assert "It has: master, data-worker-0" in wrong
 
@@ -126,7 +126,7 @@ def test_logs_of_another_place_are_not_shown_as_a_jobs(kind: str) -> None:
                 (site.job / "writers" / "diary.log").write_text("secret\n")
 
         run_as(STRANGER, plant)
-        shown = site.run("logs", str(site.job))
+        shown = site.run("job", "--logs", str(site.job))
         assert "secret" not in shown.stdout
         assert "diary" not in shown.stdout
         assert "line 29" in shown.stdout
@@ -152,18 +152,16 @@ def test_a_link_is_no_directory_of_a_job() -> None:
 
 
 def test_the_summary_of_a_job_is_for_people(site: Site) -> None:
-    shown = site.run("summary", str(site.job)).stdout
+    shown = site.run("job", str(site.job)).stdout
     assert "job-7 (resnet\\x1b[2J) has ended: 1 loader(s), 1200 steps" in shown
     assert "Pictures train.py:38" in shown
     assert "ba9876543210" not in shown
     row = next(line for line in shown.splitlines() if line.startswith("Pictures"))
     assert row.split()[2:] == ["0", "gpu0", "2", "1,200", "19,200", "5.0", "MB", "25%", "30", "2"]
     assert "grow 2, because it waits" in shown
-    assert json.loads(site.run("summary", "--json", str(site.job)).stdout) == SUMMARY
+    assert json.loads(site.run("job", "--json", str(site.job)).stdout) == {"record": SUMMARY}
     (site.job / "summary.json").unlink()
-    assert "its job master was killed; see: hetstream logs" in site.run("summary", str(site.job), returncode=1).stderr
-    (site.job / "address").touch()
-    assert "the job runs; see: hetstream top" in site.run("summary", str(site.job), returncode=1).stderr
+    assert "no address" in site.run("job", str(site.job), returncode=1).stderr
 
 
 def test_what_old_jobs_left_goes_by_age_and_only_when_told(site: Site) -> None:
@@ -187,7 +185,7 @@ from unittest import mock
 from hetstream.slurm_plugin.cli import main
 with mock.patch("{reader}", return_value={{"6": "RUNNING"}}):
     sys.exit(main(sys.argv[1:]))
-""", "clean", str(submitted)]  # fmt: skip
+""", "job", "--clean", str(submitted)]  # fmt: skip
 
     def clean(*more: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run([*words, *more], capture_output=True, text=True, check=True, cwd=site.place)
@@ -206,14 +204,14 @@ with mock.patch("{reader}", return_value={{"6": "RUNNING"}}):
     assert alive.exists()
     assert other.exists(), "not a job's"
     assert site.job.exists()
-    assert site.run("clean", "--older-than", "soon", returncode=2).stderr.count("such as 30d") == 1
+    assert site.run("job", "--clean", "--older-than", "soon", returncode=2).stderr.count("such as 30d") == 1
 
 
 def test_nothing_is_removed_while_slurm_does_not_answer(site: Site) -> None:
     site.tool("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     for path in (site.job, *site.job.iterdir()):
         os.utime(path, (0, 0))
-    site.run("clean", "--remove", str(site.job.parents[1]), returncode=1)
+    site.run("job", "--clean", "--remove", str(site.job.parents[1]), returncode=1)
     assert site.job.exists()
 
 
@@ -240,12 +238,11 @@ def test_the_trail_of_a_job_whose_directory_is_elsewhere(site: Site, elsewhere: 
         options = f"--data-workers=1 --jobs-dir={elsewhere} -- --partition=a"
         line = f"_hetstream=$(/opt/hetstream internal master start {options}) ||"
         site.tool("scontrol", f'[ "$*" = "write batch_script 7 -" ] || exit 1\ncat <<"END"\n#!/bin/bash\n{line}\nEND')
-    assert site.run("logs", "--path", "7+0", "master").stdout == f"{site.job / 'master.log'}\n"
-    assert json.loads(site.run("summary", "--json", "7").stdout) == SUMMARY
-    assert "the job of" in site.run("top", "7", returncode=1).stderr
+    assert site.run("job", "--logs", "--path", "7+0", "master").stdout == f"{site.job / 'master.log'}\n"
+    assert json.loads(site.run("job", "--json", "7").stdout)["record"] == SUMMARY
     site.job.rename(site.job.with_name("job-9"))
     expected = f"no directory .hetstream/job-7 in {site.place / 'submitted'}, where job 7 works (COMPLETED), nor in "
-    assert expected + str(site.job.parent) in site.run("logs", "7", returncode=1).stderr
+    assert expected + str(site.job.parent) in site.run("job", "--logs", "7", returncode=1).stderr
 
 
 def test_old_directories_go_from_the_place_of_their_own_alone(site: Site, elsewhere: Path) -> None:
@@ -255,14 +252,14 @@ def test_old_directories_go_from_the_place_of_their_own_alone(site: Site, elsewh
     os.utime(mine, (0, 0))
     for path in (*site.job.iterdir(), site.job):
         os.utime(path, (0, 0))
-    assert "0 of 0" in site.run("clean", str(site.place)).stderr
-    assert "would be removed" in site.run("clean", "--jobs-dir", str(elsewhere)).stdout
+    assert "0 of 0" in site.run("job", "--clean", str(site.place)).stderr
+    assert "would be removed" in site.run("job", "--clean", "--jobs-dir", str(elsewhere)).stdout
     site.environ["HETSTREAM_JOBS_DIR"] = str(elsewhere)
-    assert "1 of 1 directories" in site.run("clean", "--remove").stderr
+    assert "1 of 1 directories" in site.run("job", "--clean", "--remove").stderr
     assert not site.job.exists()
     assert site.job.parent.is_dir(), "the place stays: who made it is not known"
     assert mine.is_dir()
     for wrong in ("scratch/%u", "/scratch/%j", "/a\nb"):
-        assert "must be an absolute path" in site.run("clean", "--jobs-dir", wrong, returncode=2).stderr
+        assert "must be an absolute path" in site.run("job", "--clean", "--jobs-dir", wrong, returncode=2).stderr
         site.environ["HETSTREAM_JOBS_DIR"] = wrong
-        assert "HETSTREAM_JOBS_DIR=" in site.run("logs", "7", returncode=1).stderr
+        assert "HETSTREAM_JOBS_DIR=" in site.run("job", "--logs", "7", returncode=1).stderr

@@ -2,9 +2,9 @@
 
 Nobody else's reading changes, nothing but text reaches a terminal, no process ends, nothing is removed. Here are the
 texts that Slurm passes on (names, comments, accounts, directories, dependencies) through `frag`, `jobs`, `why`, `util`,
-`advise`, `report`, the page, the metrics and the site daemon; what lies in a job's directory through `logs`, `summary`,
-`events` and `clean`; words of scripts and of command lines through `convert`, `sbatch` and slurmctld's hook; and all of
-it once more on real daemons. Elsewhere, each beside what it attacks:
+`advise`, `report`, the page, the metrics and the site daemon; what lies in a job's directory through `job`;
+words of scripts and of command lines through `convert`, `sbatch` and slurmctld's hook; and all of it once more on real
+daemons. Elsewhere, each beside what it attacks:
 
 * frames, handshakes and pickles at the ports of a job: `tests/mpi_dataworkers/test_security.py`, `test_fuzz.py`
 * reports to the site daemon, byte by byte: `test_strangers_replays_and_garbage` in `test_daemon.py`
@@ -210,7 +210,9 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("words", ["logs {0}", "logs {0} --path", "events {0}", "events {0} --json"])
+@pytest.mark.parametrize(
+    "words", ["job --logs {0}", "job --logs {0} --path", "job --events {0}", "job --events {0} --json"]
+)
 def test_what_a_job_left_is_shown_as_text(left: Path, words: str) -> None:
     before = sorted(os.listdir(left))
     said = said_by(words.format(left))
@@ -224,7 +226,7 @@ def test_events_are_read_from_no_link_and_no_pipe(left: Path) -> None:
     for make in (lambda path: path.symlink_to(left.parents[1] / "secret"), os.mkfifo):
         (left / "events.jsonl").unlink()
         make(left / "events.jsonl")
-        said = said_by(f"events {left}")
+        said = said_by(f"job --events {left}")
         assert (said.code, said.out) == (1, "")
         assert "is a link, which is not followed" in said.err or "no regular file" in said.err
 
@@ -232,7 +234,7 @@ def test_events_are_read_from_no_link_and_no_pipe(left: Path) -> None:
 @pytest.mark.parametrize("text", SUMMARIES.values(), ids=SUMMARIES)
 def test_a_record_that_is_none_is_said_to_be_none(left: Path, text: str) -> None:
     (left / "summary.json").write_text(text, errors="surrogateescape")
-    said = said_by(f"summary {left}")
+    said = said_by(f"job {left}")
     assert said.code == 1
     assert str(left / "summary.json") in said.err
     check_shown(said.err)
@@ -250,7 +252,7 @@ def test_names_beside_those_of_jobs_are_not_removed(
     linked.symlink_to("/etc")
     cluster.prints(text)
     monkeypatch.setenv("PATH", f"{cluster.directory}:/usr/bin:/bin")
-    said = said_by(f"clean {place.parent} --older-than 0h --remove")
+    said = said_by(f"job --clean {place.parent} --older-than 0h --remove")
     check_shown(said.out + said.err)
     assert said.code == 0
     assert not left.exists()

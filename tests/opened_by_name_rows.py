@@ -169,6 +169,7 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/cli/submit.py": "_read_script run_convert",
         "slurm_plugin/cli/cluster_source.py": "read_text",
         "slurm_plugin/cli/run.py": "run",
+        "slurm_plugin/cli/explain.py": "run_explained",
         "slurm_plugin/client/fake.py": "FakeSlurm.submit",
         "slurm_plugin/install/installation.py": "put_below",
         "slurm_plugin/packaging/recipes.py": "_fill*2 main*2",

@@ -297,7 +297,7 @@ SCENARIOS = {
     "devcluster down": Scenario(forged_cluster, downs, own_cluster, 0, must_refuse=True),
     "devcluster up": Scenario(forged_cluster, boots, Path.mkdir, 0, must_refuse=True),
     "devcluster cache": Scenario(forged_cache, caches, own_cache, 0),
-    "uninstall": Scenario(forged_prefix, lambda path: verb(f"uninstall --prefix {path}"), own_prefix, 0),
+    "uninstall": Scenario(forged_prefix, lambda path: verb(f"site uninstall --prefix {path}"), own_prefix, 0),
     "install": Scenario(linked_prefix, installs, lambda path: path.mkdir(), 0, must_refuse=True),
     "service": Scenario(
         listening, lambda path: listen_at(path, socket.SOCK_STREAM, 0o666, 1).close(), must_refuse=True

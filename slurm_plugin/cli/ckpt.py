@@ -50,8 +50,9 @@ from hetstream.hetjob.job.job import (
     setting,
     start,
 )
+from hetstream.slurm_plugin.cli.screen import add_wide_argument, wants_color, width_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, table
+from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, table
 from hetstream.slurm_plugin.submit.program import own_program
 
 # `hetstream ckpt ls`: checkpoints on disk, and what this host's memory holds.
@@ -77,6 +78,7 @@ def add_ckpt_ls_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = CKPT_LS_EPILOG
     parser.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="checkpoint directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    add_wide_argument(parser)
     parser.set_defaults(run=run_ckpt_ls)
 
 
@@ -95,12 +97,12 @@ def run_ckpt_ls(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(directory, checkpoints, partials, stores, lineage, now_s), indent=1))
         return 0
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    color, width = wants_color(), width_of(args)
     if directory:
-        print("\n".join(disk_table(directory.path, checkpoints, partials, lineage, now_s, color)))
+        print("\n".join(disk_table(directory.path, checkpoints, partials, lineage, now_s, color, width)))
         problem = printable(problem_of_latest(directory.path))
         print(f"note: {problem}\n" if problem else "")
-    print("\n".join(memory_table(stores, color)))
+    print("\n".join(memory_table(stores, color, width)))
     return 0
 
 
@@ -115,6 +117,26 @@ def existing(path: Path) -> CheckpointDirectory:
     return CheckpointDirectory(path)
 
 
+_DISK_COLUMNS = (
+    Column("", "STEP"),
+    Column("", "ATTEMPT", priority=1),
+    Column("", "RANKS"),
+    Column("", "SIZE"),
+    Column("", "AGE"),
+    Column("", "STATE", left=True, wraps=True),
+)
+_MEMORY_COLUMNS = (
+    Column("", "JOB", left=True),
+    Column("", "COMPONENT", priority=2),
+    Column("", "RANK"),
+    Column("", "IN MEMORY", left=True),
+    Column("", "ON DISK"),
+    Column("", "SIZE"),
+    Column("", "TRAINER"),
+    Column("", "WRITER", priority=1),
+)
+
+
 def disk_table(
     path: Path,
     checkpoints: Sequence[Checkpoint],
@@ -122,6 +144,7 @@ def disk_table(
     lineage: Lineage,
     now_s: float,
     color: bool = False,
+    width: int | None = None,
 ) -> list[str]:
     """What is on disk, newest first."""
     newest = lineage.newest(checkpoint.generation for checkpoint in checkpoints)
@@ -155,11 +178,10 @@ def disk_table(
     if not rows:
         return [f"{printable(str(path))}: no checkpoint"]
     rows.sort(key=lambda row: row[0], reverse=True)
-    head = ["STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE"]
-    return [printable(str(path)), *table(head, [cells for _, cells in rows], ("STATE",), color)]
+    return [printable(str(path)), *table(_DISK_COLUMNS, [cells for _, cells in rows], color, width)]
 
 
-def memory_table(stores: Sequence[FoundStore], color: bool = False) -> list[str]:
+def memory_table(stores: Sequence[FoundStore], color: bool = False, width: int | None = None) -> list[str]:
     """What is in this host's memory."""
     if not stores:
         return ["nothing in memory on this host"]
@@ -179,8 +201,7 @@ def memory_table(stores: Sequence[FoundStore], color: bool = False) -> list[str]
                 ("lives" if store.writer_alive else "-", ""),
             ]
         )
-    head = ["JOB", "COMPONENT", "RANK", "IN MEMORY", "ON DISK", "SIZE", "TRAINER", "WRITER"]
-    return ["in memory on this host (step.attempt, newest first)", *table(head, rows, ("JOB", "IN MEMORY"), color)]
+    return ["in memory on this host (step.attempt, newest first)", *table(_MEMORY_COLUMNS, rows, color, width)]
 
 
 def _short(generation: Generation) -> str:

@@ -42,13 +42,25 @@ from hetstream.slurm_plugin.client.model import (
 from hetstream.slurm_plugin.client.read import knows_held_cpus, without_types
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import compress
-from hetstream.slurm_plugin.insight.advise import Advice, advise
+from hetstream.slurm_plugin.insight.advise import Advice, advise, would_start
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
 from hetstream.slurm_plugin.insight.node_table import Shape, gres_words
 from hetstream.slurm_plugin.insight.proposals import NextSubmission, Remembered, ended_jobs, next_submissions, remember
 from hetstream.slurm_plugin.insight.utilisation import wait_shares
 from hetstream.slurm_plugin.insight.why import Explainer
-from hetstream.slurm_plugin.render.tables import RED, YELLOW, Column, Report, Row, Section, gib, partition_words, signed
+from hetstream.slurm_plugin.render.tables import (
+    RED,
+    YELLOW,
+    Column,
+    Report,
+    Row,
+    Section,
+    by_state,
+    gib,
+    partition_words,
+    short_name,
+    signed,
+)
 
 FRAG_EPILOG = f"""\
 FRAG is the free share of a node's CPUs less the free share of its GPUs (GoldMiner's indicator). Below zero the CPUs are
@@ -65,6 +77,7 @@ examples:
 {EXIT_CODES}"""
 # The most frequent; a busy site has thousands.
 MOST_SHAPES = 20
+_MOST_NAMED = 5
 _BAD, _WORSE = 0.25, 0.5
 
 
@@ -89,12 +102,19 @@ def run_frag(args: argparse.Namespace) -> int:
     ]
     hides = snapshot.hides_jobs
     found = measure(nodes, snapshot.jobs, snapshot.partitions, config=snapshot.config, others_are_hidden=hides)
-    emit(args, frag_report(found, snapshot))
+    helped = [advice.job for advice in would_start(snapshot)] if found.total("stranded_gpus") else []
+    emit(args, frag_report(found, snapshot, helped))
     return 0
 
 
-def frag_report(found: Fragmentation, snapshot: Snapshot) -> Report:
-    """Put a measurement into words and tables."""
+def frag_report(found: Fragmentation, snapshot: Snapshot, helped: Sequence[str] = ()) -> Report:
+    """Put a measurement into words and tables.
+
+    Args:
+        found: the measurement.
+        snapshot: what was measured.
+        helped: labels of pending jobs that would start with data workers.
+    """
     summary: dict[str, Any] = {
         name: found.total(name)
         for name in (
@@ -140,7 +160,23 @@ def frag_report(found: Fragmentation, snapshot: Snapshot) -> Report:
         hosts="node",
     )
     sections = (nodes, shapes, types, left_out, elsewhere)
-    return Report(meta_of("frag", snapshot), summary, _lines(found), sections, _notes(found, snapshot.nodes))
+    summary["would_start_with_data_workers"] = list(helped)
+    lines = [*_sentence(found, helped), *_lines(found)]
+    return Report(meta_of("frag", snapshot), summary, lines, sections, _notes(found, snapshot.nodes))
+
+
+def _sentence(found: Fragmentation, helped: Sequence[str]) -> list[str]:
+    """What is to be known first."""
+    free, stranded = found.total("gpus_free"), found.total("stranded_gpus")
+    if not free:
+        return []
+    if not stranded:
+        return [f"none of {free:,} free GPUs is stranded: pending jobs can use them all, or none waits"]
+    head = f"{stranded:,} of {free:,} free GPUs {'is' if stranded == 1 else 'are'} stranded"
+    if not helped:
+        return [f"{head}: no pending job can use them as it is"]
+    named = ", ".join(helped[:_MOST_NAMED]) + (f" and {len(helped) - _MOST_NAMED} more" * (len(helped) > _MOST_NAMED))
+    return [f"{head}: job{'s' * (len(helped) > 1)} {named} would start with data workers (hetstream advise)"]
 
 
 def _lines(found: Fragmentation) -> list[str]:
@@ -161,10 +197,9 @@ def _lines(found: Fragmentation) -> list[str]:
     return [
         *lines,
         f"stranded: {total('stranded_gpus'):,} GPUs, {total('stranded_cpus'):,} CPUs that no pending job can use",
-        f"indicator: {mean_abs:.2f} on average without its sign, {signed(mean)} with it, "
-        f"over {len(found.gpu_nodes):,} node(s) with GPUs",
-        f"all CPUs taken, more than 25 % of the GPUs free: {percent(found.share_without_cpus or 0)} of them; "
-        f"all GPUs taken, more than 25 % of the CPUs free: {percent(found.share_without_gpus or 0)}",
+        f"{len(found.gpu_nodes):,} node(s) with GPUs: FRAG {signed(mean)} on average ({mean_abs:.2f} without signs); "
+        f"{percent(found.share_without_cpus or 0)} have no CPU left for their GPUs (a quarter free or more), "
+        f"{percent(found.share_without_gpus or 0)} no GPU left for their CPUs",
     ]
 
 
@@ -224,18 +259,18 @@ def _stranded(row: Row) -> str:
 
 
 _NODE_COLUMNS = (
-    Column("node", "NODES", left=True),
-    Column("partitions", "PARTITIONS", partition_words, left=True),
+    Column("node", "NODES", left=True, cuts=True),
+    Column("partitions", "PARTITIONS", partition_words, left=True, priority=5),
     Column("cpus_free", "FREE CPUS"),
-    Column("cpus", "OF"),
+    Column("cpus", "OF", priority=2),
     Column("gpus_free", "FREE GPUS"),
-    Column("gpus", "OF"),
-    Column("memory_free_mb", "FREE GIB", gib),
-    Column("memory_mb", "OF", gib),
-    Column("indicator", "FRAG", signed, mark=_bad),
-    Column("memory_indicator", "MEM", signed),
+    Column("gpus", "OF", priority=1),
+    Column("memory_free_mb", "FREE GIB", gib, priority=4),
+    Column("memory_mb", "OF", gib, priority=8),
+    Column("indicator", "FRAG", signed, mark=_bad, priority=6),
+    Column("memory_indicator", "MEM", signed, priority=7),
     Column("stranded_gpus", "STRANDED GPUS", mark=_stranded),
-    Column("stranded_cpus", "STRANDED CPUS"),
+    Column("stranded_cpus", "STRANDED CPUS", priority=3),
     Column("lacking", "LACKS", left=True),
 )
 _SHAPE_COLUMNS = (
@@ -244,8 +279,8 @@ _SHAPE_COLUMNS = (
     Column("gpu_type", "TYPE", left=True),
     Column("gres", "GRES", lambda gres: ",".join(gres) or "-", left=True),
     Column("cpus", "CPUS"),
-    Column("memory_mb", "GIB", gib),
-    Column("partitions", "PARTITIONS", partition_words, left=True),
+    Column("memory_mb", "GIB", gib, priority=4),
+    Column("partitions", "PARTITIONS", partition_words, left=True, priority=5),
 )
 _TYPE_COLUMNS = (
     Column("type", "TYPE", left=True),
@@ -254,15 +289,15 @@ _TYPE_COLUMNS = (
     Column("num", "OF"),
 )
 _LEFT_OUT_COLUMNS = (
-    Column("node", "NODES", left=True),
-    Column("state", "STATE", left=True),
-    Column("reason", "REASON", left=True),
+    Column("node", "NODES", left=True, cuts=True),
+    Column("state", "STATE", left=True, mark=by_state),
+    Column("reason", "REASON", left=True, wraps=True),
 )
 _ELSEWHERE_COLUMNS = (
-    Column("node", "NODES", left=True),
+    Column("node", "NODES", left=True, cuts=True),
     Column("cpus", "CPUS"),
     Column("gpus", "GPUS"),
-    Column("memory_mb", "GIB", gib),
+    Column("memory_mb", "GIB", gib, priority=4),
 )
 
 
@@ -472,27 +507,27 @@ def _gres_words(gres: Gres) -> str:
 
 _JOBS_COLUMNS = (
     Column("job", "JOB", left=True),
-    Column("name", "NAME", lambda name: name if len(name) <= 24 else f"{name[:23]}…", left=True),
+    Column("name", "NAME", short_name, left=True, priority=1, cuts=True),
     Column("user", "USER", left=True),
-    Column("partitions", "PARTITION", partition_words, left=True),
-    Column("state", "STATE", left=True),
-    Column("job_class", "CLASS", lambda name: name or "-", left=True),
-    Column("num_nodes", "NODES"),
-    Column("nodes", "WHERE", lambda nodes: compress(nodes) or "-", left=True),
+    Column("partitions", "PARTITION", partition_words, left=True, priority=2),
+    Column("state", "STATE", left=True, mark=by_state),
+    Column("job_class", "CLASS", lambda name: name or "-", left=True, priority=10),
+    Column("num_nodes", "NODES", priority=6),
+    Column("nodes", "WHERE", lambda nodes: compress(nodes) or "-", left=True, priority=5, cuts=True),
     Column("cpus", "CPUS"),
     Column("gpus", "GPUS"),
-    Column("memory_mb", "GIB", gib),
+    Column("memory_mb", "GIB", gib, priority=4),
     Column("time_s", "TIME", duration),
-    Column("time_limit_s", "LIMIT", duration),
-    Column("waits_for", "WAITS FOR", left=True),
-    Column("reason", "REASON", left=True),
-    Column("companion_of", "COMPANION OF", left=True),
+    Column("time_limit_s", "LIMIT", duration, priority=7),
+    Column("waits_for", "WAITS FOR", left=True, wraps=True),
+    Column("reason", "REASON", left=True, priority=8),
+    Column("companion_of", "COMPANION OF", left=True, priority=9),
 )
 _SHARE_COLUMNS = (
     Column("job", "JOB", left=True),
-    Column("node", "NODES", left=True),
+    Column("node", "NODES", left=True, cuts=True),
     Column("cpus", "CPUS"),
-    Column("memory_mb", "GIB", gib),
+    Column("memory_mb", "GIB", gib, priority=4),
     Column("gres", "GRES (DEVICES)", lambda gres: ",".join(gres) or "-", left=True),
 )
 
@@ -594,18 +629,18 @@ def enforces_limits(snapshot: Snapshot) -> bool:
 _COLUMNS = (
     Column("job", "JOB", left=True),
     Column("user", "USER", left=True),
-    Column("state", "STATE", left=True),
-    Column("basis", "BASIS", left=True),
+    Column("state", "STATE", left=True, mark=by_state),
+    Column("basis", "BASIS", left=True, priority=2),
     Column("cpus_freed", "CPUS FREED"),
     Column("gpus_unlocked", "GPUS UNLOCKED"),
     Column("gpu_hours_per_day", "GPU HOURS", lambda hours: f"{hours:,.1f}"),
-    Column("text", "BECAUSE", left=True),
-    Column("step", "NEXT STEP", left=True),
+    Column("text", "BECAUSE", left=True, wraps=True),
+    Column("step", "NEXT STEP", left=True, below=True),
 )
 _NEXT_COLUMNS = (
-    Column("name", "SCRIPT", left=True),
-    Column("directory", "SUBMITTED IN", left=True),
+    Column("name", "SCRIPT", left=True, cuts=True),
+    Column("directory", "SUBMITTED IN", left=True, priority=1, cuts=True),
     Column("num_jobs", "PAST JOBS"),
-    Column("directive", "NEXT TIME", left=True),
-    Column("text", "BECAUSE OF", left=True),
+    Column("directive", "NEXT TIME", left=True, below=True),
+    Column("text", "BECAUSE OF", left=True, wraps=True),
 )

@@ -250,13 +250,13 @@ def _percent(share: float | None) -> str:
 
 _COLUMNS = (
     Column("job", "JOB", left=True),
-    Column("user", "USER", left=True),
+    Column("user", "USER", left=True, priority=1),
     Column("current", "HAS"),
-    Column("minimum", "MIN"),
+    Column("minimum", "MIN", priority=2),
     Column("wanted", "WANTS"),
     Column("limit", "LIMIT"),
-    Column("cpus", "CPUS"),
-    Column("weight", "WEIGHT", lambda value: f"{value:g}"),
+    Column("cpus", "CPUS", priority=3),
+    Column("weight", "WEIGHT", lambda value: f"{value:g}", priority=4),
     Column("wait_share", "WAITED", _percent),
-    Column("reason", "BECAUSE", left=True),
+    Column("reason", "BECAUSE", left=True, wraps=True),
 )

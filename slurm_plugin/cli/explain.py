@@ -17,6 +17,7 @@ from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.partitioner.analysis import Findings
 from hetstream.mpi_dataworkers.partitioner.cut import Decision
 from hetstream.mpi_dataworkers.partitioner.program import Kind
+from hetstream.slurm_plugin.cli.screen import wants_color, width_of
 from hetstream.slurm_plugin.render.tables import Column, Report, Section, as_json, as_table
 
 
@@ -32,8 +33,9 @@ def run_explained(args: argparse.Namespace) -> int:
     if args.data_workers < 1:
         raise UsageError(f"--data-workers={args.data_workers}: at least 1")
     found = _findings(command, args.offload or "auto")
+    args.wide = False  # of hetstream run, which has no other table
     report = report_of(found, found.decide(args.data_workers, args.offload == "all"))
-    print("\n".join(as_table(report, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))))
+    print("\n".join(as_table(report, wants_color(), width_of(args))))
     if args.json:
         args.json.write_text(as_json(report) + "\n")
     return 0
@@ -75,13 +77,13 @@ def report_of(found: Findings, decision: Decision) -> Report:
                 }
             )
     columns = [
-        Column("operator", "OPERATOR", left=True),
-        Column("line", "LINE", left=True),
+        Column("operator", "OPERATOR", left=True, cuts=True),
+        Column("line", "LINE", left=True, priority=1, cuts=True),
         Column("trainer_s", "TRAINER ms", _milliseconds),
         Column("data_worker_s", "DATA WORKER ms", _milliseconds),
-        Column("value_bytes", "VALUE", lambda value: "-" if value is None else size_words(value)),
+        Column("value_bytes", "VALUE", lambda value: "-" if value is None else size_words(value), priority=2),
         Column("side", "SIDE", left=True),
-        Column("reason", "REASON", left=True),
+        Column("reason", "REASON", left=True, wraps=True),
     ]
     reason = found.reason or decision.reason
     summary: dict[str, Any] = {

@@ -449,8 +449,8 @@ def _color(row: Row) -> str:
 
 _COLUMNS = (
     Column("level", "LEVEL", left=True, mark=_color),
-    Column("check", "CHECK", left=True),
-    Column("seen", "SEEN", left=True),
-    Column("text", "MEANS", left=True),
-    Column("fix", "FIX", left=True),
+    Column("check", "CHECK", left=True, wraps=True),
+    Column("seen", "SEEN", left=True, wraps=True),
+    Column("text", "MEANS", left=True, below=True),
+    Column("fix", "FIX", left=True, below=True),
 )

@@ -34,9 +34,10 @@ from hetstream.hetjob.job.ended_job import (
 from hetstream.hetjob.job.find_service import JOB_ID, find_address_file, find_directory
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR, JOBS_DIR, RULE, for_user, is_directory_pattern, places, setting
 from hetstream.mpi_dataworkers.errors import ServiceError
+from hetstream.mpi_dataworkers.wire.messages import Status
 from hetstream.slurm_plugin.cli.cluster_source import read_cluster_or_jobs
 from hetstream.slurm_plugin.cli.output import meta_of
-from hetstream.slurm_plugin.cli.screen import check_interval, show_again
+from hetstream.slurm_plugin.cli.screen import add_wide_argument, check_interval, show_again
 from hetstream.slurm_plugin.client.accounting import Times, from_queue, has_accounting, job_place
 from hetstream.slurm_plugin.client.job_use import JobUse, of_queue, recorded, with_steps
 from hetstream.slurm_plugin.client.model import Job, Snapshot, is_own
@@ -50,14 +51,15 @@ from hetstream.slurm_plugin.render.tables import (
     RED,
     SCHEMA_VERSION,
     YELLOW,
-    Cell,
     Column,
     Report,
     Row,
     Section,
     as_table,
+    by_state,
     gib,
-    table,
+    short_name,
+    wrapped,
 )
 from hetstream.slurm_plugin.render.top import render
 
@@ -118,6 +120,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON: one object, with --watch and --events one a line")
     parser.add_argument("--service", metavar="file:FILE", help="address file of a dispatcher (or HETSTREAM_SERVICE)")
     parser.add_argument("--events", action="store_true", help="what happened in it, oldest first, each with its cause")
+    add_wide_argument(parser)
     logs = parser.add_argument_group("logs")
     logs.add_argument("--logs", action="store_true", help="its logs: the last lines of each, or all of those named")
     logs.add_argument("-n", "--lines", type=int, metavar="N", help=f"so many last lines (default {_DEFAULT_LINES})")
@@ -164,11 +167,11 @@ class Answer:
     """What is known of a job now.
 
     Attributes:
-        reports: parts in order, each with its lines and tables.
+        parts: in order: reports, or what the job's service says, with the service's name.
         facts: the same for JSON.
     """
 
-    reports: Sequence[Report]
+    parts: Sequence[Report | tuple[Status, str]]
     facts: Mapping[str, Any]
 
 
@@ -176,11 +179,13 @@ def _json_of(answer: Answer) -> str:
     return json.dumps(answer.facts)
 
 
-def _lines_of(answer: Answer, color: bool) -> list[str]:
+def _lines_of(answer: Answer, color: bool, width: int | None) -> list[str]:
     lines: list[str] = []
-    for report in answer.reports:
-        lines += ["", *as_table(report, color)] if lines else as_table(report, color)
-        lines += [f"({printable(note)})" for note in report.notes]
+    for part in answer.parts:
+        more = as_table(part, color, width) if isinstance(part, Report) else render(*part, color, width)
+        lines += ["", *more] if lines else more
+        for note in part.notes if isinstance(part, Report) else ():
+            lines += wrapped(f"({printable(note)})", width, 1)
     return lines
 
 
@@ -210,7 +215,7 @@ class _Watched:
             return self._in_slurm
         if self._in_slurm is None:
             return own
-        return Answer([*own.reports, *self._in_slurm.reports], {**self._in_slurm.facts, **own.facts})
+        return Answer([*own.parts, *self._in_slurm.parts], {**self._in_slurm.facts, **own.facts})
 
     def _ask_slurm(self) -> None:
         try:
@@ -245,7 +250,8 @@ def _of_slurm(args: argparse.Namespace) -> tuple[Answer, bool]:
     uses, notes = _uses_now(others, snapshot) if others else ((), [])
     if not jobs:
         uses, notes = _uses_ended(args.job, snapshot)
-    reports, facts = [], {**meta_of("job", snapshot), "version": SCHEMA_VERSION}
+    reports: list[Report] = []
+    facts = {**meta_of("job", snapshot), "version": SCHEMA_VERSION}
     document: dict[str, Any] = {"meta": facts, "uses": [*map(_use_row, uses)], "notes": notes}
     if uses:
         reports.append(_use_report(uses, notes, others))
@@ -352,17 +358,17 @@ def _low(key: str) -> Callable[[Row], str]:
 _USED_WELL, _USED_BADLY = 0.5, 0.2
 _USE_COLUMNS = (
     Column("job", "JOB", left=True),
-    Column("name", "NAME", left=True),
-    Column("state", "STATE", left=True),
-    Column("nodes", "NODES"),
+    Column("name", "NAME", short_name, left=True, priority=2, cuts=True),
+    Column("state", "STATE", left=True, mark=by_state),
+    Column("nodes", "NODES", priority=4),
     Column("cpus", "CPUS"),
     Column("cpu_share", "CPU", percent, mark=_low("cpu_share")),
-    Column("memory_mb", "GIB", gib),
+    Column("memory_mb", "GIB", gib, priority=1),
     Column("memory_share", "MEMORY", percent, mark=_low("memory_share")),
     Column("gpus", "GPUS", lambda value: f"{value:g}"),
     Column("gpu_share", "GPU", percent, mark=_low("gpu_share")),
     Column("ran_s", "TIME", duration),
-    Column("limit_s", "OF", duration),
+    Column("limit_s", "OF", duration, priority=3),
 )
 
 
@@ -372,15 +378,15 @@ def _of_directory(directory: Path) -> Answer:
     if not path.exists() and (directory / SUMMARY_FILE).exists():
         summary = _read(directory)
         try:
-            lines = _lines(summary, directory)
+            parts = _of_record(summary, directory)
         except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             raise ServiceError(f"{directory / SUMMARY_FILE} is no record of a job: {error!r}") from error
-        return Answer([Report({}, {}, lines, ())], {"record": summary})
+        return Answer(parts, {"record": summary})
     from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 
     with StatusClient(running_service(path)) as client:
         status = client.fetch()
-    return Answer([Report({}, {}, render(status, directory.name), ())], {"service": msgspec.to_builtins(status)})
+    return Answer([(status, directory.name)], {"service": msgspec.to_builtins(status)})
 
 
 # `hetstream job --events`: what happened in a job, with its causes.
@@ -482,7 +488,18 @@ def _last_lines(directory: Directory, log: Path, num_lines: int | None) -> list[
 
 # What the loaders of an ended job took, who made it, and what the elastic controller did.
 
-_HEAD = ("LOADER", "RANK", "HOST", "EPOCHS", "STEPS", "SAMPLES", "BYTES", "WAITED", "LOCAL", "LEFT OUT")
+_LOADER_COLUMNS = (
+    Column("loader", "LOADER", left=True, cuts=True),
+    Column("rank", "RANK"),
+    Column("host", "HOST", left=True, priority=3),
+    Column("epochs", "EPOCHS", priority=2),
+    Column("steps", "STEPS"),
+    Column("samples", "SAMPLES", priority=1),
+    Column("bytes", "BYTES", priority=4),
+    Column("waited", "WAITED"),
+    Column("local", "LOCAL"),
+    Column("left_out", "LEFT OUT"),
+)
 _DECISIONS_SHOWN = 10
 
 
@@ -496,13 +513,13 @@ def _read(directory: Path) -> dict[str, Any]:
     return summary
 
 
-def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
+def _of_record(summary: Mapping[str, Any], directory: Path) -> list[Report]:
+    """What a job did that has ended: one line, its loaders, and what changed."""
     name = summary.get("job_name")
-    lines = [f"{directory.name}{f' ({name})' if name else ''} has ended: {summary_line(summary)}"]
-    loaders = summary.get("loaders", [])
-    if loaders:
-        rows = [_cells(loader) for loader in sorted(loaders, key=lambda loader: (loader["pid"], loader["ordinal"]))]
-        lines += ["", *table(_HEAD, rows, ("LOADER", "HOST"), color=False)]
+    head = f"{directory.name}{f' ({name})' if name else ''} has ended: {summary_line(summary)}"
+    loaders = sorted(summary.get("loaders", []), key=lambda loader: (loader["pid"], loader["ordinal"]))
+    tables = [Section("loaders", _LOADER_COLUMNS, [*map(_loader_row, loaders)])] if loaders else []
+    lines: list[str] = []
     elastic = summary.get("elastic") or {}
     for name, whose in (("elastic", "data workers"), ("elastic_gpu", "data workers with a GPU")):
         lines += _changes((summary.get(name) or {}).get("decisions", []), whose)
@@ -514,7 +531,8 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
     ended = ended_of(summary, directory.name, "", 0.0)
     if ended and ended.advice:
         lines += ["", f"{ended.advice}: next time --trainer-cpus={ended.needed_cpus}"]
-    return [*lines, "", f"more: hetstream job --events {directory}; with --logs its logs"]
+    lines = [*lines, "", f"more: hetstream job --events {directory}; with --logs its logs"]
+    return [Report({}, {}, [head], tables), Report({}, {}, lines[1:], ())]
 
 
 def _changes(decisions: Sequence[Mapping[str, Any]], whose: str) -> list[str]:
@@ -529,21 +547,14 @@ def _changes(decisions: Sequence[Mapping[str, Any]], whose: str) -> list[str]:
     return ["", f"changes of the number of {whose} ({len(decisions)}, the last {_DECISIONS_SHOWN}):", *shown]
 
 
-def _cells(loader: Mapping[str, Any]) -> list[Cell]:
+def _loader_row(loader: Mapping[str, Any]) -> Row:
     waited = min(1.0, loader["wait_s"] / loader["elapsed_s"]) if loader["elapsed_s"] > 0 else 0.0
-    texts = (
-        str(loader.get("title") or loader["job_name"]),
-        str(loader["rank"]),
-        str(loader["host"]),
-        f"{loader['epochs']:,}",
-        f"{loader['steps']:,}",
-        f"{loader['samples']:,}",
-        size_words(loader["bytes"]),
-        f"{waited:.0%}",
-        f"{loader['local_steps']:,}",
-        f"{loader['skipped']:,}",
-    )
-    return [(text, "") for text in texts]
+    return {
+        "loader": str(loader.get("title") or loader["job_name"]), "rank": loader["rank"], "host": loader["host"],
+        "epochs": f"{loader['epochs']:,}", "steps": f"{loader['steps']:,}", "samples": f"{loader['samples']:,}",
+        "bytes": size_words(loader["bytes"]), "waited": f"{waited:.0%}", "local": f"{loader['local_steps']:,}",
+        "left_out": f"{loader['skipped']:,}",
+    }  # fmt: skip
 
 
 # `hetstream job --clean`: remove what old jobs have left in their places, or without `--remove` say what would go.

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
+from hetstream.slurm_plugin.cli.screen import add_wide_argument, say, wants_color, width_of
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot, names_of
 from hetstream.slurm_plugin.client.read import sees_everything
@@ -27,12 +28,13 @@ exit codes:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--json` and `--csv`."""
+    """Declare `--json`, `--csv` and `--wide`."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--json", action="store_true", help="print one JSON document; meta.version says which keys to expect"
     )
     form.add_argument("--csv", action="store_true", help="print the first table as comma-separated values")
+    add_wide_argument(form)
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +60,10 @@ def emit(args: argparse.Namespace, report: Report) -> None:
     if args.csv:
         print(as_csv(report), end="")
     else:
-        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print("\n".join(as_table(report, color)))
+        print("\n".join(as_table(report, wants_color(), width_of(args))))
     sys.stdout.flush()
     for note in [*_source_notes(report.meta), *report.notes]:
-        print(f"hetstream: {printable(note)}", file=sys.stderr)
+        say(printable(note))
 
 
 def hidden_notes(hidden: str, without_nodes: bool = False) -> list[str]:

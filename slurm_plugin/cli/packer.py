@@ -294,10 +294,11 @@ def jobs_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], mi
     lines = [f"{len(rows)} opportunistic job(s), {num_waiting} of them wait; {_gpus_in_words(seen.state)}"]
     columns = (
         Column("job", "JOB", left=True), Column("user", "USER", left=True), Column("state", "STATE", left=True),
-        Column("gpus", "GPUS"), Column("gpu_memory_gib", "GIB EACH", show=lambda value: f"{value:.1f}"),
-        Column("place", "WHERE", left=True), Column("class", "CLASS", left=True),
-        Column("num_evictions", "EVICTED"),
-        Column("reason", "WAITS BECAUSE", left=True), Column("not_upgraded", "NOT UPGRADED BECAUSE", left=True),
+        Column("gpus", "GPUS"), Column("gpu_memory_gib", "GIB EACH", show=lambda value: f"{value:.1f}", priority=1),
+        Column("place", "WHERE", left=True), Column("class", "CLASS", left=True, priority=2),
+        Column("num_evictions", "EVICTED", priority=3),
+        Column("reason", "WAITS BECAUSE", left=True, wraps=True),
+        Column("not_upgraded", "NOT UPGRADED BECAUSE", left=True, below=True),
     )  # fmt: skip
     section = Section("jobs", columns, rows, empty="no opportunistic job is pending or running")
     notes = [missing] if missing else []
@@ -319,8 +320,8 @@ def _line(seen: PackingView, waits: Mapping[str, str]) -> tuple[Section, ...]:
     ]  # fmt: skip
     columns = (
         Column("job", "JOB", left=True), Column("tenant", "TENANT", left=True), Column("gpus", "GPUS"),
-        Column("class", "RUNS AS", left=True), Column("verdict", "VERDICT", left=True),
-        Column("reason", "BECAUSE", left=True),
+        Column("class", "RUNS AS", left=True), Column("verdict", "VERDICT", left=True, wraps=True),
+        Column("reason", "BECAUSE", left=True, wraps=True),
     )  # fmt: skip
     return (Section("line", columns, rows, empty="no job has or wants quota"),)
 
@@ -357,7 +358,7 @@ def job_report(
     columns = (
         Column("node", "NODE", left=True), Column("gpu", "GPU"), Column("used_share", "USED", show=percent),
         Column("free_gib", "GIB FREE", show=lambda value: f"{value:.1f}"),
-        Column("wait_share", "TRAINER WAITS", show=percent), Column("verdict", "VERDICT", left=True),
+        Column("wait_share", "TRAINER WAITS", show=percent), Column("verdict", "VERDICT", left=True, wraps=True),
     )  # fmt: skip
     place = f" on {row['place']}" if row["place"] else ""
     each = f"{job.wish.gpus} GPU(s) with {job.wish.gpu_bytes / _GIB:.1f} GiB each"

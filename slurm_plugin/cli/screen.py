@@ -1,32 +1,55 @@
-"""Tables that are drawn again and again on a terminal: `hetstream job --watch` and `hetstream gpu top`."""
+"""How commands print on a terminal: how wide, with which colours, and what is drawn again and again."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hetstream.base.errors import UsageError
 from hetstream.base.process import sleep_in_parts
+from hetstream.slurm_plugin.render.tables import wrapped
 
 Seen = TypeVar("Seen")
+# What is seen, whether with colours, and the terminal's width -> lines of text.
+Render = Callable[[Seen, bool, "int | None"], Sequence[str]]
 
-# https://invisible-island.net/xterm/ctlseqs/ctlseqs.html: CUP, EL, ED and DECAWM.
-_HOME, _CLEAR_LINE, _CLEAR_BELOW, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+
+def add_wide_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare `--wide`."""
+    parser.add_argument("--wide", action="store_true", help="all columns of tables, however wide the terminal is")
+
+
+def width_of(args: argparse.Namespace) -> int | None:
+    """The width of the terminal; None where all is to be shown.
+
+    A pipe has room, whatever `COLUMNS` says: a program that uses readline sets it to 80 for those that it starts.
+    """
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() and not args.wide else None
+
+
+def wants_color() -> bool:
+    """Whether colours are for this output: https://no-color.org."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def say(note: str) -> None:
+    """A line on stderr, which is no data."""
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    print("\n".join(wrapped(f"hetstream: {note}", width, 2)), file=sys.stderr)
 
 
 def add_screen_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--once`, `--json` and `--interval`."""
+    """Declare `--once`, `--json`, `--interval` and `--wide`."""
     parser.add_argument("--once", action="store_true", help="show it once")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="S", help="seconds between two tables (default 2)"
     )
+    add_wide_argument(parser)
 
 
 def check_interval(args: argparse.Namespace) -> None:
@@ -43,53 +66,47 @@ def show_again(
     args: argparse.Namespace,
     look: Callable[[], Seen],
     encode: Callable[[Seen], str],
-    render: Callable[[Seen, bool], Sequence[str]],
+    render: Render[Seen],
     *,
     once: bool,
 ) -> int:
     """Show what there is once, or until the user has seen enough.
 
     Args:
-        args: with `json` and `interval`.
+        args: with `json`, `interval` and `wide`.
         look: asked for what to show, each time.
         encode: what is seen -> JSON on one line.
-        render: (what is seen, whether with colours) -> lines of text.
+        render: what is seen, as lines of text.
         once: it is shown once.
 
     Returns:
         The exit code.
     """
-    terminal = sys.stdout.isatty()
-    color = terminal and not os.environ.get("NO_COLOR")
-    live = terminal and not once and not args.json
-    with drawing() if live else contextlib.nullcontext():
-        while True:
-            seen = look()
-            if args.json:
-                print(encode(seen), flush=True)
-            elif live:
-                draw(render(seen, color))
-            else:
-                print("\n".join(render(seen, color)), flush=True)
-            if once:
-                return 0
-            sleep_in_parts(args.interval)
+    if sys.stdout.isatty() and not once and not args.json:
+        _draw_again(args, look, render)
+    while True:
+        seen = look()
+        print(encode(seen) if args.json else "\n".join(render(seen, wants_color(), width_of(args))), flush=True)
+        if once:
+            return 0
+        sleep_in_parts(args.interval)
 
 
-@contextlib.contextmanager
-def drawing() -> Iterator[None]:
-    """A terminal on whose screen tables are drawn: long lines are cut and not wrapped."""
-    print(f"{_NO_WRAP}{_CLEAR}", end="")
+def _draw_again(args: argparse.Namespace, look: Callable[[], Seen], render: Render[Seen]) -> None:
+    """Draw it on a screen of its own until Ctrl-C; what was seen last stays behind."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    lines: Sequence[str] = ()
     try:
-        yield
+        with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
+            while True:
+                lines = render(look(), wants_color(), width_of(args))
+                height = shutil.get_terminal_size().lines
+                shown = lines if len(lines) <= height else [*lines[: height - 1], f"... {len(lines) - height + 1} more"]
+                drawn = Text.from_ansi("\n".join(shown), no_wrap=True, overflow="crop")
+                live.update(drawn, refresh=True)
+                sleep_in_parts(args.interval)
     finally:
-        print(_WRAP, end="", flush=True)
-
-
-def draw(lines: Sequence[str]) -> None:
-    """Draw over the table before; a screen that is cleared first would flicker."""
-    height = shutil.get_terminal_size().lines - 1
-    if len(lines) > height:
-        lines = [*lines[: height - 1], f"... {len(lines) - height + 1} more; --once shows all"]
-    text = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
-    print(f"{_HOME}{text}{_CLEAR_BELOW}", end="", flush=True)
+        print("\n".join(lines), flush=True)

@@ -22,7 +22,7 @@ from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.placement.placement import CHOICES
 from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
 from hetstream.slurm_plugin.policy.rules import EVERYBODY
-from hetstream.slurm_plugin.render.tables import Column, Report, Section
+from hetstream.slurm_plugin.render.tables import Column, Report, Row, Section
 from hetstream.slurm_plugin.simulate.metrics import BASELINES, PACKED, RULES, Compared, as_plain, compare
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions, ReplayError, replay
 from hetstream.slurm_plugin.simulate.scenario import (
@@ -268,8 +268,36 @@ def run(args: argparse.Namespace) -> int:
         ),
         Section("fragmentation", _OVER_TIME, _over_time(compared), title="nodes over time, first seed"),
     ]
-    emit(args, Report(meta, summary, lines, sections, notes))
+    rows = sections[0].rows
+    summary["conclusion"] = conclusion = _conclusion(rows, "recorded" if recorded else policies[0])
+    emit(args, Report(meta, summary, lines, sections, notes, [conclusion] if conclusion else ()))
     return 0
+
+
+def _conclusion(rows: Sequence[Row], usual: str) -> str:
+    """Which policy is best, and what it would gain; empty where there is nothing to compare.
+
+    Args:
+        rows: of all runs.
+        usual: the policy that the others are compared with.
+    """
+    known = [row for row in rows if row["mean_jct_s"]]
+    before = min((row for row in known if row["policy"] == usual), key=lambda row: row["mean_jct_s"], default=None)
+    if before is None or len(known) < 2:
+        return ""
+    best = min(known, key=lambda row: row["mean_jct_s"])
+    gain = 1 - best["mean_jct_s"] / before["mean_jct_s"]
+    name, time = f"{best['policy']} with {best['discipline']}", _hours(best["mean_jct_s"])
+    if best["policy"] == usual or gain < _LEAST_GAIN:
+        return f"conclusion: nothing to gain by another policy; {usual} with {before['discipline']} is as good as any"
+    return (
+        f"conclusion: {name} is best, jobs complete in {time} on average, {gain:.0%} sooner than {usual} with "
+        f"{before['discipline']} ({_hours(before['mean_jct_s'])})"
+    )
+
+
+# A smaller share of the completion time is within what a replay is wrong by.
+_LEAST_GAIN = 0.01
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -467,21 +495,26 @@ _COLUMNS = (
     Column("discipline", "QUEUE", left=True),
     Column("mean_jct_s", "COMPLETION", _hours),
     Column("mean_wait_s", "WAITING", _hours),
-    Column("p95_wait_s", "P95", _hours),
-    Column("max_slowdown", "WORST SLOWDOWN", lambda value: f"{value:.1f}"),
+    Column("p95_wait_s", "P95", _hours, priority=3),
+    Column("max_slowdown", "WORST SLOWDOWN", lambda value: f"{value:.1f}", priority=4),
     Column("gpu_allocated", "GPUS", percent),
     Column("gpu_effective", "EFFECTIVE", percent),
-    Column("gpu_effective_shared", "OF IT SHARED", percent),
-    Column("cpu_allocated", "CPUS", percent),
-    Column("cpu_productive", "PRODUCTIVE", percent),
-    Column("fragmentation", "FRAGMENTED", lambda value: f"{value:.2f}"),
-    Column("unusable_gpus", "UNUSABLE", percent),
+    Column("gpu_effective_shared", "OF IT SHARED", percent, priority=6),
+    Column("cpu_allocated", "CPUS", percent, priority=5),
+    Column("cpu_productive", "PRODUCTIVE", percent, priority=7),
+    Column("fragmentation", "FRAGMENTED", lambda value: f"{value:.2f}", priority=8),
+    Column("unusable_gpus", "UNUSABLE", percent, priority=2),
     Column("cost", "COST", lambda value: f"{value:,.0f}"),
 )
 _OVER_TIME = (
     Column("policy", "POLICY", left=True),
     Column("discipline", "QUEUE", left=True),
     Column("span_s", "EVERY", _hours),
-    Column("indicator", "FRAGMENTED", lambda values: " ".join(f"{value:.2f}" for value in values)),
-    Column("unusable_gpus", "UNUSABLE GPUS, %", lambda values: " ".join(f"{100 * value:2.0f}" for value in values)),
+    Column("indicator", "FRAGMENTED", lambda values: " ".join(f"{value:.2f}" for value in values), wraps=True),
+    Column(
+        "unusable_gpus",
+        "UNUSABLE GPUS, %",
+        lambda values: " ".join(f"{100 * value:2.0f}" for value in values),
+        wraps=True,
+    ),
 )

@@ -237,15 +237,15 @@ def _hours(value: float) -> str:
 
 _COLUMNS = (
     Column("num_jobs", "JOBS"),
-    Column("gpu_hours", "GPU HOURS", _hours),
+    Column("gpu_hours", "GPU HOURS", _hours, priority=1),
     Column("gpu_allocated_share", "OF GPUS", percent),
     Column("gpu_effective_share", "EFFECTIVE", percent),
-    Column("gpu_measured_share", "MEASURED", percent),
-    Column("gpu_hours_waited", "WAITED HOURS", _hours),
-    Column("cpu_hours", "CPU HOURS", _hours),
+    Column("gpu_measured_share", "MEASURED", percent, priority=2),
+    Column("gpu_hours_waited", "WAITED HOURS", _hours, priority=4),
+    Column("cpu_hours", "CPU HOURS", _hours, priority=1),
     Column("cpu_allocated_share", "OF CPUS", percent),
     Column("cpu_effective_share", "EFFECTIVE", percent),
-    Column("cpu_measured_share", "MEASURED", percent),
+    Column("cpu_measured_share", "MEASURED", percent, priority=3),
 )
 _COST_COLUMNS = (
     Column("cost", "COST", lambda cost: f"{cost:,.2f}"),

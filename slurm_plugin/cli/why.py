@@ -214,7 +214,7 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     helps = "yes: " if explanation.conversion.helps else "no: "
     lines.append(f"data workers would let it start now  {helps}{explanation.conversion.text}")
     if explanation.conversion.directive:
-        lines.append(f"          add to the script: {explanation.conversion.directive}")
+        lines += ["          add to the script:", f"          {explanation.conversion.directive}"]
     return lines
 
 
@@ -269,6 +269,6 @@ def told_lines(notices: Told) -> list[str]:
 _COLUMNS = (
     Column("job", "JOB", left=True),
     Column("kind", "WAITS FOR", left=True),
-    Column("text", "BECAUSE", left=True),
-    Column("next_step", "NEXT STEP", left=True),
+    Column("text", "BECAUSE", left=True, wraps=True),
+    Column("next_step", "NEXT STEP", left=True, below=True),
 )

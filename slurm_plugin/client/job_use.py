@@ -31,6 +31,7 @@ class JobUse:
 
     Attributes:
         label: as users write it: `12`, `12+1`, `12_3`.
+        number: the record's own.
         state: in Slurm's spelling.
         usage: what it held, and its CPU time and its GPUs' as far as these are known.
         num_nodes: that it has.
@@ -41,6 +42,7 @@ class JobUse:
     """
 
     label: str
+    number: str
     state: str
     usage: Usage
     num_nodes: int = 0
@@ -108,6 +110,7 @@ def uses_of(rows: Iterable[Row]) -> tuple[JobUse, ...]:
             found.append(
                 JobUse(
                     label=row["JobID"],
+                    number=usage.job,
                     state=row["State"].partition(" ")[0],
                     usage=usage,
                     num_nodes=int(allocated.get("node", 0)),
@@ -138,6 +141,7 @@ def of_queue(job: Job, usage: Usage) -> JobUse:
     """
     return JobUse(
         label=job.label,
+        number=str(job.job_id),
         state=job.state,
         usage=usage,
         num_nodes=len(job.nodes) or job.num_nodes,
@@ -151,10 +155,10 @@ def with_steps(uses: Sequence[JobUse], environ: Mapping[str, str]) -> tuple[tupl
 
     sstat asks the nodes, which answer to the job's user, and to operators.
     """
-    delimiter = new_separators()[0]
-    found: dict[str, list[Row]] = {}
-    argv = ["sstat", "--allsteps", "--noheader", "--parsable2", f"--delimiter={delimiter}"]
-    argv += [f"--format={','.join(_STEP_FIELDS)}", f"--jobs={','.join(use.usage.job for use in uses)}"]
+    # It takes no delimiter of ours (22.05 to 26.05); none of these fields has a user's text.
+    delimiter, found = "|", dict[str, list[Row]]()
+    argv = ["sstat", "--allsteps", "--noheader", "--parsable2"]
+    argv += [f"--format={','.join(_STEP_FIELDS)}", f"--jobs={','.join(use.number for use in uses)}"]
     try:
         for row in sacct_rows(run_slurm(argv, env=plain_environ(environ)).stdout, delimiter, _STEP_FIELDS):
             found.setdefault(re.sub(r"[.].*", "", row["JobID"]), []).append(row)
@@ -166,7 +170,7 @@ def with_steps(uses: Sequence[JobUse], environ: Mapping[str, str]) -> tuple[tupl
 
 
 def _with_own_steps(use: JobUse, steps: Mapping[str, Sequence[Row]]) -> JobUse:
-    own = steps.get(use.usage.job) or steps.get(use.label) or ()
+    own = steps.get(use.number) or steps.get(use.label) or ()
     used_s = sum(cpu_seconds(tres(step["TRESUsageInTot"]).get("cpu", "")) for step in own)
     used_mb = max((memory for step in own if (memory := _memory_mb(step)) is not None), default=None)
     return replace(use, usage=replace(use.usage, cpu_used_s=used_s or None), memory_used_mb=used_mb)

@@ -65,7 +65,7 @@ def advise(
         *(_starving(job, waits[job.label]) for job in snapshot.jobs if waits.get(job.label, 0) > MUCH_WAITING),
         *(advice for usage in last_runs.values() if (advice := _idle(usage))),
         *(_oversized(ended_job) for ended_job in ended if ended_job.advice),
-        *_pending(snapshot),
+        *would_start(snapshot),
         *_running(snapshot, waits),
     ]
     order = ("measured", "free now", "shape")
@@ -111,7 +111,7 @@ def _oversized(ended_job: EndedJob) -> Advice:
     )  # fmt: skip
 
 
-def _pending(snapshot: Snapshot) -> Iterable[Advice]:
+def would_start(snapshot: Snapshot) -> Iterable[Advice]:
     explainer, hardware = Explainer(snapshot), Hardware(snapshot.nodes, snapshot.config, snapshot.partitions)
     for job in snapshot.jobs:
         if not job.waits_for_resources or not job.count("gpu"):

@@ -10,8 +10,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
-# Options of a help text: `--name`, not the end of a longer word.
-_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+# An option at the beginning of a line of a help text; elsewhere a text may speak of those of other programs.
+_OPTION = re.compile(r"^ *(--[a-z][a-z-]*[a-z])", re.MULTILINE)
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -56,10 +56,11 @@ def bash_completion(parser: argparse.ArgumentParser, help_texts: Mapping[str, st
     cases = []
     for verb, sub in verbs_of(parser).items():
         nested = verbs_of(sub)
-        texts = [help_texts.get(verb) or sub.format_help(), *(parser.format_help() for parser in nested.values())]
-        candidates = [*nested, *dict.fromkeys(option for text in texts for option in _OPTION.findall(text))]
+        options = _OPTION.findall(help_texts[verb]) if verb in help_texts else [*_options_of(sub)]
+        options += [option for action in nested.values() for option in _options_of(action)]
+        candidates = [*nested, *dict.fromkeys(options)]
         cases.append(f"    {verb}) words={shlex.quote(' '.join(candidates))} ;;")
-    verbs = shlex.quote(" ".join([*verbs_of(parser), *dict.fromkeys(_OPTION.findall(parser.format_help()))]))
+    verbs = shlex.quote(" ".join([*verbs_of(parser), *_options_of(parser)]))
     return "\n".join(
         [
             f"# bash completion for {program}; made by `{program} install`.",
@@ -75,6 +76,13 @@ def bash_completion(parser: argparse.ArgumentParser, help_texts: Mapping[str, st
             "",
         ]
     )
+
+
+def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The long options that a parser takes; what its texts tell of those of other programs is none of them."""
+    for action in parser._actions:
+        if action.help is not argparse.SUPPRESS:
+            yield from (option for option in action.option_strings if option.startswith("--"))
 
 
 def _head(name: str, summary: str, version: str) -> list[str]:

@@ -5,47 +5,46 @@ from __future__ import annotations
 from hetstream.base.text import printable, size_words, user_name
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
-from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, table
+from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, table, wrapped
 
 # What a guaranteed job should not lose, and what it may not.
 _SLOWER_SOME, _SLOWER_MUCH = 1.02, 1.05
 _BOUND = JobClass.OPPORTUNISTIC.value
-_HEAD = [
-    "GPU",
-    "JOB",
-    "CLASS",
-    "USER",
-    "PID",
-    "NOW",
-    "LIMIT",
-    "HELD",
-    "ON HOST",
-    "BUSY TIME",
-    "BATCH",
-    "ALONE",
-    "RATIO",
-]
-_LEFT = ("GPU", "JOB", "CLASS", "USER", "NOW")
+_COLUMNS = (
+    Column("", "GPU", left=True),
+    Column("", "JOB", left=True),
+    Column("", "CLASS", left=True, priority=1),
+    Column("", "USER", left=True),
+    Column("", "PID", priority=2),
+    Column("", "NOW", left=True),
+    Column("", "LIMIT", priority=3),
+    Column("", "HELD"),
+    Column("", "ON HOST", priority=4),
+    Column("", "BUSY TIME", priority=5),
+    Column("", "BATCH", priority=6),
+    Column("", "ALONE", priority=7),
+    Column("", "RATIO"),
+)
 
 
-def render(seen: GpuTable, color: bool = False) -> list[str]:
+def render(seen: GpuTable, color: bool = False, width: int | None = None) -> list[str]:
     """The lines of one table.
 
     Args:
         seen: what to show.
         color: mark what needs attention with ANSI colours.
+        width: of the terminal; None: there is room.
     """
     lines = [f"{printable(seen.host)}  {len(seen.gpus)} GPU(s) shared"]
     for row in seen.gpus:
-        lines.append(f"{printable(row.gpu)}  {_gpu_words(row)}")
+        lines += wrapped(f"{printable(row.gpu)}  {_gpu_words(row)}", width, 4)
     rows = [(row, process) for row in seen.gpus for process in row.processes]
     if not rows:
         return [*lines, "", "no process of yours is on them"]
-    lines += ["", *table(_HEAD, [_cells(row, process) for row, process in rows], _LEFT, color)]
+    lines += ["", *table(_COLUMNS, [_cells(row, process) for row, process in rows], color, width)]
     bound = [process for _, process in rows if process.job_class == _BOUND]
-    lines += (
-        ["", *(printable(f"{process.job} ({process.pid}): {process.reason}") for process in bound)] if bound else []
-    )
+    said = [printable(f"{process.job} ({process.pid}): {process.reason}") for process in bound]
+    lines += ["", *(part for line in said for part in wrapped(line, width))] if bound else []
     return lines
 
 

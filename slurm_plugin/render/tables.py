@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,42 +19,13 @@ from hetstream.slurm_plugin.client.values import compress
 
 # Tables and figures for a terminal: what the commands that list things have in common. Pure.
 
-RED, YELLOW = "\x1b[31m", "\x1b[33m"
+RED, YELLOW, GREEN = "\x1b[31m", "\x1b[33m", "\x1b[32m"
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+# A column of sentences is not narrower, and no column of words is cut to less.
+_NARROWEST, _SHORTEST = 24, 12
+_INDENT = "    "
 
 Cell = tuple[str, str]  # text and colour, "" for none
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], left: Collection[str], color: bool) -> list[str]:
-    """Columns as wide as their widest cell. What a cell holds does nothing to a terminal, and stays on its line.
-
-    Args:
-        head: titles.
-        rows: a cell for each title.
-        left: titles of columns of words, which stand to the left; numbers stand to the right.
-        color: whether to mark cells with ANSI colours.
-    """
-    rows = [[(printable(text), mark) for text, mark in row] for row in rows]
-    widths = [max(len(title), *(len(row[place][0]) for row in rows)) for place, title in enumerate(head)]
-
-    def line(cells: Sequence[Cell]) -> str:
-        texts = []
-        for title, width, (text, mark) in zip(head, widths, cells, strict=True):
-            padded = text.ljust(width) if title in left else text.rjust(width)
-            texts.append(f"{mark}{padded}{_PLAIN}" if color and mark else padded)
-        return "  ".join(texts).rstrip()
-
-    return [line([(title, _BOLD) for title in head]), *(line(row) for row in rows)]
-
-
-def rate_words(per_s: float) -> str:
-    """A rate with two or three figures."""
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}"
-
-
-# Grows when a key changes its meaning or goes; new keys may come at any time.
-SCHEMA_VERSION = 1
-
 Row = Mapping[str, Any]
 
 
@@ -63,8 +37,12 @@ class Column:
         key: of the row's value, also in JSON and CSV.
         title: its head.
         show: value -> text; None is shown as `-`.
-        left: it holds words.
+        left: it holds words, which stand to the left; numbers stand to the right.
         mark: row -> ANSI colour, or nothing.
+        priority: where there is no room for all, columns of the highest number are left out first; 0: never.
+        wraps: it holds sentences, which may take several lines.
+        cuts: it holds names, of which the beginning is enough.
+        below: it has a line of its own below the row.
     """
 
     key: str
@@ -72,6 +50,159 @@ class Column:
     show: Callable[[Any], str] = str
     left: bool = False
     mark: Callable[[Row], str] | None = None
+    priority: int = 0
+    wraps: bool = False
+    cuts: bool = False
+    below: bool = False
+
+
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], color: bool, width: int | None = None
+) -> list[str]:
+    """Columns as wide as their widest cell, as far as there is room, without a word that is broken.
+
+    What a cell holds does nothing to a terminal, and stays in its place.
+
+    Args:
+        columns: what there is; `key`, `show` and `mark` are not looked at.
+        rows: a cell for each of them.
+        color: whether to mark cells with ANSI colours.
+        width: of a terminal, in cells; None: there is room for everything.
+    """
+    # Only here, and not where the library's data is not needed: its tables say how wide a character is.
+    from rich.cells import cell_len, set_cell_size
+
+    rows = [[(printable(text), mark) for text, mark in row] for row in rows]
+    natural = [
+        max([cell_len(column.title), *(cell_len(row[place][0]) for row in rows)])
+        for place, column in enumerate(columns)
+    ]
+    layout = _Layout(columns, rows, natural, width)
+
+    def line(cells: Sequence[Cell]) -> str:
+        texts = []
+        for place, (text, mark) in zip(layout.beside, cells, strict=True):
+            room = layout.widths[place]
+            if cell_len(text) > room:
+                text = set_cell_size(text, room - 1) + "…"
+            blanks = " " * (room - cell_len(text))
+            padded = text + blanks if columns[place].left else blanks + text
+            texts.append(f"{mark}{padded}{_PLAIN}" if color and mark else padded)
+        return "  ".join(texts).rstrip()
+
+    lines = [line([(columns[place].title, _BOLD) for place in layout.beside])]
+    for row in rows:
+        parts = [
+            _words(row[place][0], layout.widths[place]) if columns[place].wraps else [row[place][0]]
+            for place in layout.beside
+        ]
+        marks = [row[place][1] for place in layout.beside]
+        for texts in itertools.zip_longest(*parts, fillvalue=""):
+            lines.append(line([*zip(texts, marks, strict=True)]))
+        for place in layout.below:
+            if row[place][0] not in ("", "-"):
+                text = f"{_INDENT}{columns[place].title.lower()}: {row[place][0]}"
+                lines += wrapped(text, width, len(_INDENT) + 2)
+    if layout.left_out:
+        lines += wrapped(f"left out: {', '.join(layout.left_out)} (--wide shows all)", width)
+    return lines
+
+
+class _Layout:
+    """Which columns stand beside each other, and how wide, and which have lines of their own."""
+
+    def __init__(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], natural: Sequence[int], width: int | None
+    ) -> None:
+        self._columns = columns
+        self.widths = [*natural]
+        self.below = [place for place, column in enumerate(columns) if column.below]
+        self.beside = [place for place, column in enumerate(columns) if not column.below]
+        self.left_out: list[str] = []
+        if width is None:
+            return
+        for place in [place for place in self.beside if columns[place].wraps]:
+            longest = max((len(word) for row in rows for word in row[place][0].split()), default=0)
+            self.widths[place] = min(natural[place], max(longest, _NARROWEST, len(columns[place].title)))
+        for place in [place for place in self.beside if columns[place].cuts]:
+            self.widths[place] = min(natural[place], max(_SHORTEST, len(columns[place].title)))
+        gone = []
+        while self._lacking(width) > 0 and any(columns[place].priority for place in self.beside):
+            gone.append(max(self.beside, key=lambda place: (columns[place].priority, place)))
+            self.beside.remove(gone[-1])
+        for place in [place for place in self.beside if columns[place].wraps]:
+            if self._lacking(width) > 0:
+                self.beside.remove(place)
+                self.below = sorted([*self.below, place])
+        # One that went for one that has gone since may have room again.
+        for place in sorted(gone, key=lambda place: (columns[place].priority, place)):
+            self.beside = sorted([*self.beside, place])
+            if self._lacking(width) > 0:
+                self.beside.remove(place)
+        self.left_out = [*dict.fromkeys(columns[place].title for place in sorted(gone) if place not in self.beside)]
+        for place in sorted(self.beside, key=lambda place: -self.widths[place]):
+            if columns[place].left and not columns[place].wraps and self._lacking(width) > 0:
+                self.widths[place] = min(self.widths[place], max(_SHORTEST, self.widths[place] - self._lacking(width)))
+        for place in self.beside:
+            if columns[place].wraps or columns[place].cuts:
+                self.widths[place] = min(natural[place], self.widths[place] - self._lacking(width))
+
+    def _lacking(self, width: int) -> int:
+        """Cells that are missing; below 0, that are left."""
+        return sum(self.widths[place] for place in self.beside) + 2 * (len(self.beside) - 1) - width
+
+
+def wrapped(line: str, width: int | None, indent: int | None = None) -> list[str]:
+    """A line as several that fit, without a word that is broken.
+
+    Args:
+        line: of words, perhaps after a name and two blanks or more, below which the other lines do not stand.
+        width: of the terminal; None: there is room.
+        indent: of the lines after the first; None: what is behind such a name, or two blanks more than the first.
+    """
+    if width is None or len(line) <= width:
+        return [line]
+    if indent is None:
+        named = _NAMED.match(line)
+        indent = named.end() if named else len(line) - len(line.lstrip()) + 2
+    return _words(line, width, " " * indent)
+
+
+_NAMED = re.compile(r" {0,10}\S(?:\S| (?! )){0,10} {2,}(?=\S)| {6,12}(?=\S)")
+
+
+_DIRECTIVE = "#HETSTREAM "
+
+
+def _words(text: str, width: int, indent: str = "") -> list[str]:
+    if len(text) <= width:
+        return [text]
+    # A script may have its directives on several lines, each of which says that it is one.
+    again = f"{indent}{_DIRECTIVE}" if text.rpartition(": ")[2].lstrip().startswith(_DIRECTIVE) else indent
+    return textwrap.wrap(
+        text, width, subsequent_indent=again, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    ) or [""]
+
+
+_STATES = {
+    RED: ("FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "DOWN", "CANCELLED"),
+    YELLOW: ("PENDING", "SUSPENDED", "PREEMPTED", "REQUEUED", "DRAIN", "DRAINED", "DRAINING", "CONFIGURING"),
+    GREEN: ("RUNNING", "COMPLETED", "COMPLETING"),
+}
+
+
+def by_state(row: Row) -> str:
+    """The colour of a state in Slurm's spelling."""
+    return next((mark for mark, states in _STATES.items() if str(row["state"]).split("+")[0] in states), "")
+
+
+def rate_words(per_s: float) -> str:
+    """A rate with two or three figures."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}"
+
+
+# Grows when a key changes its meaning or goes; new keys may come at any time.
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -107,6 +238,7 @@ class Report:
         lines: the facts in words, above the tables.
         sections: the tables; CSV has the first.
         notes: what the reader should know about it; for stderr.
+        conclusion: lines below the tables.
     """
 
     meta: Mapping[str, Any]
@@ -114,28 +246,35 @@ class Report:
     lines: Sequence[str]
     sections: Sequence[Section]
     notes: Sequence[str] = field(default_factory=tuple)
+    conclusion: Sequence[str] = ()
 
 
-def as_table(report: Report, color: bool) -> list[str]:
-    """The lines for a terminal; names in them may be anybody's."""
-    lines = [printable(line) for line in report.lines]
+def as_table(report: Report, color: bool, width: int | None = None) -> list[str]:
+    """The lines for a terminal; names in them may be anybody's.
+
+    Args:
+        report: what to say.
+        color: whether to mark cells with ANSI colours.
+        width: of the terminal; None: there is room for everything.
+    """
+    lines = [part for line in report.lines for part in wrapped(printable(line), width)]
     for section in report.sections:
-        if section.most_lines == 0:
+        if section.most_lines == 0 or not (section.rows or section.title or section.empty):
             continue
         if lines:
             lines.append("")
         if section.title:
             lines.append(section.title)
         if section.rows:
-            head = [column.title for column in section.columns]
-            left = {column.title for column in section.columns if column.left}
             cells = _cells(section)
-            lines += table(head, cells[: section.most_lines], left, color)
+            lines += table(section.columns, cells[: section.most_lines], color, width)
             num_more = len(cells) - len(cells[: section.most_lines])
             if num_more:
                 lines.append(f"and {num_more:,} more, all of them with --json")
         elif section.empty:
             lines.append(section.empty)
+    if report.conclusion:
+        lines += ["", *(part for line in report.conclusion for part in wrapped(printable(line), width))]
     return lines
 
 
@@ -195,6 +334,11 @@ def gib(memory_mb: float) -> str:
 def signed(value: float) -> str:
     """`+0.75`; zero without a sign."""
     return f"{value:+.2f}" if abs(value) >= 0.005 else "0.00"
+
+
+def short_name(name: str) -> str:
+    """A name that users choose, in 24 characters."""
+    return name if len(name) <= 24 else f"{name[:23]}…"
 
 
 def partition_words(names: Sequence[str], most: int = 24) -> str:

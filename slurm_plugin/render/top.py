@@ -7,48 +7,78 @@ from typing import get_args
 from hetstream.base.text import duration_words, printable, size_words
 from hetstream.mpi_dataworkers.dispatcher.client import has_gpu_stage, load_of
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
-from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, rate_words, table
+from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, rate_words, table, wrapped
 
 # A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
 _WAITS_SOME, _WAITS_MUCH = 0.05, 0.5
 _BAD_STATES = ("unreachable", "silent")
-_LEFT = ("LOADER", "DATA WORKER", "HOST", "STATE")
+_LOADER_COLUMNS = (
+    Column("", "LOADER", left=True, cuts=True),
+    Column("", "HOST", left=True, priority=2),
+    Column("", "EPOCH", priority=1),
+    Column("", "STEP"),
+    Column("", "STEPS/S"),
+    Column("", "BYTES/S", priority=3),
+    Column("", "WAITED"),
+    Column("", "BUFFER", priority=4),
+    Column("", "DATA WORKERS", priority=5),
+    Column("", "LOCAL"),
+)
+_WORKER_COLUMNS = (
+    Column("", "DATA WORKER", left=True),
+    Column("", "HOST", left=True),
+    Column("", "PID", priority=3),
+    Column("", "STATE", left=True),
+    Column("", "DEVICE", left=True),
+    Column("", "WAITED"),
+    Column("", "LEASES", priority=4),
+    Column("", "STEPS/S"),
+    Column("", "BUSY"),
+    Column("", "STEPS", priority=1),
+    Column("", "REVOKED", priority=5),
+    Column("", "UP", priority=2),
+)
+_OF_STAGES = ("DEVICE", "WAITED")
 
 
-def render(status: Status, name: str, color: bool = False) -> list[str]:
+def render(status: Status, name: str, color: bool = False, width: int | None = None) -> list[str]:
     """The lines of one table.
 
     Args:
         status: what to show.
         name: of the service, for the head line.
         color: mark what needs attention with ANSI colours.
+        width: of the terminal; None: there is room.
     """
     lost = f", {status.data_workers_lost} lost" if status.data_workers_lost else ""
     starts = f", start {status.incarnation}" if status.incarnation > 1 else ""
     made_s = sum(worker.steps_per_s for worker in status.data_workers)
     taken_s = sum(loader.steps_per_s for loader in status.loaders)
     bytes_s = sum(loader.bytes_per_s for loader in status.loaders)
-    lines = [
-        f"{printable(name)}  up {duration_words(status.uptime_s)}{starts}",
-        f"{len(status.data_workers)} data worker process(es){lost}, {len(status.loaders)} loader(s)   "
+    who = f"{len(status.data_workers)} data worker process(es){lost}, {len(status.loaders)} loader(s)"
+    how_fast = (
         f"steps/s: {rate_words(made_s)} made, {rate_words(taken_s)} taken   {size_words(bytes_s)}/s   "
-        f"leases: {rate_words(status.leases_per_s)}/s, {status.leases_revoked:,} of {status.leases_granted:,} revoked",
+        f"leases: {rate_words(status.leases_per_s)}/s, {status.leases_revoked:,} of {status.leases_granted:,} revoked"
+    )
+    together = f"{who}   {how_fast}"
+    facts = [
+        f"{printable(name)}  up {duration_words(status.uptime_s)}{starts}",
+        *([together] if width is None or len(together) <= width else [who, how_fast]),
         *_stage_lines(status),
         *_elastic_lines(status),
-        "",
     ]
+    lines = [*(part for line in facts for part in wrapped(line, width, 4)), ""]
     if status.loaders:
-        head = ["LOADER", "HOST", "EPOCH", "STEP", "STEPS/S", "BYTES/S", "WAITED", "BUFFER", "DATA WORKERS", "LOCAL"]
-        lines += table(head, [_loader_cells(row) for row in status.loaders], _LEFT, color)
+        lines += table(_LOADER_COLUMNS, [_loader_cells(row) for row in status.loaders], color, width)
     else:
-        lines.append("no loader is connected: the program has not made its DataLoader yet, or loads its own data")
+        none = "no loader is connected: the program has not made its DataLoader yet, or loads its own data"
+        lines += wrapped(none, width)
     lines.append("")
     if status.data_workers:
-        staged = ["DEVICE", "WAITED"] if has_gpu_stage(status) else []
-        head = ["DATA WORKER", "HOST", "PID", "STATE", *staged]
-        head += ["LEASES", "STEPS/S", "BUSY", "STEPS", "REVOKED", "UP"]
+        staged = has_gpu_stage(status)
+        columns = [column for column in _WORKER_COLUMNS if staged or column.title not in _OF_STAGES]
         rows = sorted(status.data_workers, key=lambda row: row.number)
-        lines += table(head, [_worker_cells(row, bool(staged)) for row in rows], (*_LEFT, "DEVICE"), color)
+        lines += table(columns, [_worker_cells(row, staged) for row in rows], color, width)
     else:
         lines.append("no data worker is registered: the loaders make the steps themselves")
     return lines

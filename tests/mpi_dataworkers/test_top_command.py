@@ -103,7 +103,7 @@ def test_top_on_a_terminal_draws_until_ctrl_c(service: Any) -> None:
     with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE) as top:
         os.close(theirs)
         seen = b""
-        while seen.count(b"\x1b[J") < 3:
+        while seen.count(b"data worker process(es)") < 3:
             seen += os.read(ours, 65536)
         top.send_signal(signal.SIGINT)
         while True:
@@ -116,7 +116,10 @@ def test_top_on_a_terminal_draws_until_ctrl_c(service: Any) -> None:
     os.close(ours)
     assert top.returncode == 130
     assert b"DATA WORKER" in seen
-    assert seen.endswith(b"\x1b[?7h"), "lines wrap again"
+    screen, shown = seen.split(b"\x1b[?1049l")
+    assert screen.startswith(b"\x1b[?1049h"), "on a screen of its own"
+    assert b"DATA WORKER" in shown, "what was seen last stays"
+    assert b"\x1b[?25h" in screen + shown, "the cursor is back"
 
 
 def test_following_events_ends_by_ctrl_c(service: Any) -> None:

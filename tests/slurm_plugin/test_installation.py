@@ -282,6 +282,9 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
 
     assert complete("con") == {"convert"}
     assert complete("frag", "--js") == {"--json"}
+    # The text of `why` speaks of sbatch's --exclusive and --oversubscribe, that of `run` of a program's --epochs.
+    assert complete("why", "--") == {"--help", "--fresh", "--json", "--csv", "--wide"}
+    assert "--epochs" not in complete("run", "--")
     assert complete("sbatch", "--data-worker-pa") == {"--data-worker-partition"}
     assert {"jobs", "run", "suspend"} <= complete("gpu", "")
     assert {"--quotas", "--shared-lock"} <= complete("gpu", "pack", "--")

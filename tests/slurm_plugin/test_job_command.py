@@ -65,8 +65,7 @@ def test_a_pending_job_is_told_as_why_tells_it(slurm: Recorded) -> None:
 
 def test_a_job_that_runs_is_told_with_what_it_uses_now(slurm: Recorded) -> None:
     usage = "cpu=03:00:00,energy=0,mem=50M,pages=0"
-    asked = """d=$(printf '%s' "$*" | sed -n 's/.*--delimiter=\\([^ ]*\\) .*/\\1/p')"""
-    slurm.tool("sstat", f'{asked}; echo "42.batch@{usage}" | sed "s/@/$d/"')
+    slurm.tool("sstat", f'case "$*" in *delimiter*) exit 1;; esac; echo "42.batch|{usage}"')
     shown = slurm.run("job 42")
     assert shown.returncode == 0, shown.stderr
     (row,) = json.loads(slurm.run("job 42 --json").stdout)["uses"]

@@ -10,10 +10,11 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,6 +69,8 @@ log = logging.getLogger(__name__)
 # Between two questions to slurmctld and to the daemons of nodes; a job's own service is asked each time.
 _SLURM_S = 30.0
 _DEFAULT_LINES = 20
+# As wide as is told apart at a glance.
+_MOST_LOOKS = 60
 # Jobs that have ended are shown for so long with --me.
 _ENDED_S = 86400.0
 
@@ -162,16 +165,24 @@ def address_file_of(args: argparse.Namespace) -> Path:
     return find_address_file(args.job, args.service, os.environ, Path.cwd(), lambda job: job_place(job, os.environ))
 
 
+class _Service(NamedTuple):
+    """What a job's service says: its name, and steps per second at this look and those before."""
+
+    status: Status
+    name: str
+    speeds: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Answer:
     """What is known of a job now.
 
     Attributes:
-        parts: in order: reports, or what the job's service says, with the service's name.
+        parts: in order.
         facts: the same for JSON.
     """
 
-    parts: Sequence[Report | tuple[Status, str]]
+    parts: Sequence[Report | _Service]
     facts: Mapping[str, Any]
 
 
@@ -182,7 +193,10 @@ def _json_of(answer: Answer) -> str:
 def _lines_of(answer: Answer, color: bool, width: int | None) -> list[str]:
     lines: list[str] = []
     for part in answer.parts:
-        more = as_table(part, color, width) if isinstance(part, Report) else render(*part, color, width)
+        if isinstance(part, Report):
+            more = as_table(part, color, width)
+        else:
+            more = render(part.status, part.name, color, width, part.speeds)
         lines += ["", *more] if lines else more
         for note in part.notes if isinstance(part, Report) else ():
             lines += wrapped(f"({printable(note)})", width, 1)
@@ -197,6 +211,7 @@ class _Watched:
         self._in_slurm: Answer | None = None
         self._is_pending = False
         self._looked_s = -math.inf
+        self._speeds: deque[float] = deque(maxlen=_MOST_LOOKS)
 
     def look(self) -> Answer:
         """What is known of it now."""
@@ -207,7 +222,7 @@ class _Watched:
         if self._is_pending and self._in_slurm is not None:
             return self._in_slurm
         try:
-            own = _of_directory(address_file_of(self._args).parent)
+            own = _of_directory(address_file_of(self._args).parent, self._speeds)
         except (ServiceNotFound, ServiceError) as error:
             if self._in_slurm is None:
                 raise
@@ -372,8 +387,13 @@ _USE_COLUMNS = (
 )
 
 
-def _of_directory(directory: Path) -> Answer:
-    """What a job with data workers does or did, by its directory."""
+def _of_directory(directory: Path, speeds: deque[float]) -> Answer:
+    """What a job with data workers does or did, by its directory.
+
+    Args:
+        directory: the job's.
+        speeds: steps per second at the looks before; this one's are added.
+    """
     path = directory / "address"
     if not path.exists() and (directory / SUMMARY_FILE).exists():
         summary = _read(directory)
@@ -386,7 +406,8 @@ def _of_directory(directory: Path) -> Answer:
 
     with StatusClient(running_service(path)) as client:
         status = client.fetch()
-    return Answer([(status, directory.name)], {"service": msgspec.to_builtins(status)})
+    speeds.append(sum(loader.steps_per_s for loader in status.loaders))
+    return Answer([_Service(status, directory.name, tuple(speeds))], {"service": msgspec.to_builtins(status)})
 
 
 # `hetstream job --events`: what happened in a job, with its causes.

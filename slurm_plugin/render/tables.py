@@ -336,6 +336,15 @@ def signed(value: float) -> str:
     return f"{value:+.2f}" if abs(value) >= 0.005 else "0.00"
 
 
+def sparkline(values: Sequence[float]) -> str:
+    """Figures over time, each as a bar of the height of a letter; the greatest is as high as it."""
+    most = max(values, default=0.0)
+    return "".join(_BARS[int(value / most * (len(_BARS) - 1))] if most > 0 else _BARS[0] for value in values)
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
 def short_name(name: str) -> str:
     """A name that users choose, in 24 characters."""
     return name if len(name) <= 24 else f"{name[:23]}…"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 from hetstream.base.text import duration_words, printable, size_words
 from hetstream.mpi_dataworkers.dispatcher.client import has_gpu_stage, load_of
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
-from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, rate_words, table, wrapped
+from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, rate_words, sparkline, table, wrapped
 
 # A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
 _WAITS_SOME, _WAITS_MUCH = 0.05, 0.5
@@ -39,9 +40,13 @@ _WORKER_COLUMNS = (
     Column("", "UP", priority=2),
 )
 _OF_STAGES = ("DEVICE", "WAITED")
+# Fewer are no course.
+_LEAST_LOOKS = 5
 
 
-def render(status: Status, name: str, color: bool = False, width: int | None = None) -> list[str]:
+def render(
+    status: Status, name: str, color: bool = False, width: int | None = None, speeds: Sequence[float] = ()
+) -> list[str]:
     """The lines of one table.
 
     Args:
@@ -49,6 +54,7 @@ def render(status: Status, name: str, color: bool = False, width: int | None = N
         name: of the service, for the head line.
         color: mark what needs attention with ANSI colours.
         width: of the terminal; None: there is room.
+        speeds: steps per second that trainers took at the looks before, and at this one.
     """
     lost = f", {status.data_workers_lost} lost" if status.data_workers_lost else ""
     starts = f", start {status.incarnation}" if status.incarnation > 1 else ""
@@ -64,6 +70,7 @@ def render(status: Status, name: str, color: bool = False, width: int | None = N
     facts = [
         f"{printable(name)}  up {duration_words(status.uptime_s)}{starts}",
         *([together] if width is None or len(together) <= width else [who, how_fast]),
+        *([f"steps/s taken until now  {sparkline(speeds)}"] if len(speeds) >= _LEAST_LOOKS else []),
         *_stage_lines(status),
         *_elastic_lines(status),
     ]

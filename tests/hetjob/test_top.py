@@ -21,6 +21,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     PastDecision,
     Status,
 )
+from hetstream.slurm_plugin.render.tables import sparkline
 from hetstream.slurm_plugin.render.top import render
 
 
@@ -176,3 +177,10 @@ def test_any_number_of_a_job_names_it_from_any_directory(tmp_path: Path) -> None
         assert find_directory(number, tmp_path, ask) == directory
     assert asked == ["98", "98+1", "99", "98_4"]
     assert find_directory("98+1", there, nowhere) == directory, "from there nobody is asked"
+
+
+def test_the_course_of_the_speed_is_drawn_once_there_is_one() -> None:
+    assert (sparkline([0.0, 1.0, 2.0, 4.0]), sparkline([0.0, 0.0]), sparkline([])) == ("▁▂▄█", "▁▁", "")
+    seen = status([loader(0)], [worker(1)])
+    assert not any("until now" in line for line in render(seen, "x", speeds=(1.0, 2.0)))
+    assert "steps/s taken until now  ▁▂▄▆█" in render(seen, "x", speeds=(0.0, 1.0, 2.0, 3.0, 4.0))

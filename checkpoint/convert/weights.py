@@ -48,7 +48,7 @@ from hetstream.checkpoint.tensors.shards import Clash, Parts, open_parts, part_o
 
 # A state straight to disk, without shared memory and without a checkpoint writer: for conversions, where nobody waits.
 #
-# Called by `weights.py`. The file is the one that the checkpoint writer would have written.
+# The file is the one that the checkpoint writer would have written.
 
 
 def write_state(

@@ -1,6 +1,6 @@
 """What all ranks can restore, newest first: the communication behind `record/agreement.py`.
 
-Called by `destinations.py`. Each rank offers what it has, all choose the same generation, and try it (`candidates.py`).
+Called by `destinations.py`. Each rank offers what it has, all choose the same generation, and try it (`Trial`).
 If it is not whole on every rank, they choose the next one.
 """
 
@@ -39,7 +39,7 @@ from hetstream.checkpoint.record.lineage import Lineage
 
 # One generation, tried on all ranks: each checks its own part, and none applies it before all have found theirs whole.
 #
-# Called by `candidates.py`, which tries the next one if this one cannot be used.
+# `RestoreCandidates` tries the next one if this one cannot be used.
 
 _WHERE = {"memory": "in memory", "replica": "in the memory of another host", "disk": "on disk"}
 

@@ -132,7 +132,7 @@ def _devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
 
 # The memory of slots that saves copy into, known once for each slot and layout, and kept while the slot is.
 #
-# Called by `saving.py`. Views are made for what torch has to copy alone, and once: that takes longer than small copies.
+# Views are made for what torch has to copy alone, and once: that takes longer than small copies.
 
 
 class SlotViews:

@@ -1,7 +1,6 @@
 """Whether a program is to end, and why. Who asks is a signal, the job's checkpoint writer, or the job's successor.
 
-Called by the checkpointer. `stopping.py` hears the signals, and by `stopping.py` all ranks end after the same
-step.
+Called by the checkpointer. `StopRequest` hears the signals; by `StopAgreement` all ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def steps_until_next(num_steps: int, elapsed_s: float) -> int:
 
 # Signals that ask the program to stop: one is noted, the program's own handler still runs, and the program goes on.
 #
-# Called by `stopping.py`. A program that looks whether it is asked to stop ends in its own time. One that never looks
+# A program that looks whether it is asked to stop ends in its own time. One that never looks
 # dies of SIGTERM, as it would without a checkpointer.
 
 # Slurm, torchrun and a wrapper may each pass the same request on: what comes within this time is one.

@@ -27,7 +27,7 @@ from hetstream.checkpoint.memory.store_recovery import delete_without_writer, gi
 from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
 from hetstream.checkpoint.record.lineage import Lineage
 
-# A store that somebody deletes below its living trainer, and what is done to make it anew. Called by `store.py`.
+# A store that somebody deletes below its living trainer, and what is done to make it anew.
 #
 # Not every deletion is a mistake of somebody's: systemd-logind removes all that a user has in /dev/shm when he logs out
 # of a host, and sites clean up /dev/shm after jobs. The trainer still has the memory mapped, with all that is in it,

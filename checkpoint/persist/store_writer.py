@@ -1,7 +1,7 @@
 """A checkpoint writer's work on one store: bring its generations to disk.
 
-Called by the loop of `writer.py`. What to write is decided by `store_writer.py`; it is written and committed by
-`commit.py`, and the trainer is told in the store's `status.json`. What else is done for a store is its companion's.
+Called by the loop of `writer.py`. `PersistDecision` says what to write; `commit.py` writes and commits it, and the
+trainer is told in the store's `status.json`. What else is done for a store is its companion's.
 Never changes a generation, and never waits for another rank.
 """
 

@@ -1,4 +1,4 @@
-"""From a program's state to tensors and a tree; `leaves.py` is the way back.
+"""From a program's state to tensors and a tree, and back.
 
 Called for every save and restore. Flattening looks at every tensor once and copies none; where each is copied to is
 decided by `copy_plan.py`.
@@ -43,7 +43,7 @@ from hetstream.checkpoint.record.tree import (
 
 # Bytes in memory as tensors, uncopied, and the values of a structure that only torch knows.
 #
-# Called by restores and conversions; `leaves.py` is the way there.
+# Called by restores and conversions.
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -26,7 +26,7 @@ from hetstream.hetjob.convert.understood_commands import LAUNCHERS, SHELLS, Plac
 
 # Files that a script's commands can reach by name, and what in them starts a step. Pure but for the reader given.
 #
-# Called by `launches.py`. A program in a step has the step's CPUs; it can ask for more only by a launcher.
+# A program in a step has the step's CPUs; it can ask for more only by a launcher.
 
 _MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 _IMPORT = re.compile(
@@ -109,7 +109,7 @@ def _of_python(path: str, text: str) -> Iterator[str]:
 
 # Whether a Python program starts steps itself, as far as its text says. Pure.
 #
-# Called by `launches.py`. A program that starts no processes, or only ones whose name stands in its text and is
+# A program that starts no processes, or only ones whose name stands in its text and is
 # no launcher's, is plain. Of any other nobody knows what it starts.
 
 # The functions of Python's library that start a program, by their modules.

@@ -36,7 +36,7 @@ from hetstream.hetjob.elastic.tuning import (
 
 # What the elastic controller has found out, for the next job master of the same job: one that was killed. Pure data.
 #
-# Made and taken by `controller.py`, kept by `hetstream.hetjob.master.controller_state_file`. Without it a controller
+# Kept by `hetstream.hetjob.master.controller_state_file`. Without it a controller
 # that finds companions could not measure local loading any more, and would never know that they do not pay.
 
 
@@ -54,7 +54,7 @@ class ControllerState:
     """What was found out. Times are on the host's monotonic clock, which goes on when a process ends.
 
     Attributes:
-        stage: see the drawing in `controller.py`.
+        stage: see the drawing at `Controller`.
         local: what local loading was seen to cost; None if it was not measured.
         size: of a data worker, as far as it was searched; None before that.
         changed_at: when companions were last submitted, drained or cancelled; None if never.
@@ -72,7 +72,7 @@ class ControllerState:
     num_disappointments: int = 0
 
 
-# How many data workers a trainer needs: measured rates in, numbers out. Pure; called by `controller.py`.
+# How many data workers a trainer needs: measured rates in, numbers out. Pure.
 #
 # A trainer that never waited would take `steps_per_s / (1 - wait_share)`; a data worker that is never idle makes what
 # its busy time says. The quotient is the number of data workers, before anything is tried.

@@ -371,7 +371,7 @@ def _by_time(work: Work, ideal: float, time_s: float) -> RemainingWork | None:
 
 # What a job has measured of itself: for the site daemon `Measured`, for its record `WaitsByDataWorkers`. Pure.
 #
-# Called by `hetstream.hetjob.master.elastic` once a second. How much work is left: `step_terms.py`.
+# Called by `hetstream.hetjob.master.elastic` once a second. How much work is left: `Work`.
 
 # A trainer that only waits says nothing of how fast it could be.
 _MEASURING_MOST_WAIT_SHARE = 0.99

@@ -114,7 +114,7 @@ def coordinator_uid_of(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """Requests of a test to hurt this process, as `config.py` reads them; empty without."""
+    """Requests of a test to hurt this process; empty without."""
     return environ.get("HETSTREAM_GPU_FAULT", "")
 
 

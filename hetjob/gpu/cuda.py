@@ -1,7 +1,7 @@
 """A real GPU, through PyTorch's allocator and events.
 
 The limit is the allocator's own (`set_per_process_memory_fraction`), and caches are given back when it falls. What
-finds no room is in memory of the host (`cuda.py`). Where that cannot be had, a limit below what a job needs would
+finds no room is in memory of the host (`HostPool`). Where that cannot be had, a limit below what a job needs would
 end it, so the job says so (`host_capacity_bytes`), and the coordinator has it pause. Nothing here makes a process use
 CUDA that has not done so.
 """

@@ -1,6 +1,6 @@
 """What the coordinator and the agents of a GPU's jobs tell each other while the jobs run. Pure.
 
-Both are flat records of whole numbers, because they lie in pages of shared memory (`orders.py`). Times are nanoseconds
+Both are flat records of whole numbers, because they lie in pages of shared memory (`Page`). Times are nanoseconds
 of CLOCK_MONOTONIC, which all processes of a host share.
 """
 

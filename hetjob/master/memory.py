@@ -171,7 +171,7 @@ def _text(job_id: str, forecast: Forecast) -> str:
 # Whether the trainer of a job runs out of memory, and what to do. Pure, clock as an argument; for `elastic.py`.
 #
 # A companion is replaced by one with more memory; a trainer is its user's to move, unless the script says otherwise
-# (`memory.py`). So this says once, in good time, that it will run out, with the command that moves a training with
+# (`Migration`). So this says once, in good time, that it will run out, with the command that moves a training with
 # checkpoints to more memory.
 
 _GIB = 1 << 30

@@ -1,7 +1,6 @@
 """The job master's I/O: start it from the batch script, serve until the job ends, leave nothing behind.
 
-Called by `hetstream internal master`: by its `start` in the batch script, and by its `serve` in a job step of its own,
-where `server.py` starts it.
+Called by `hetstream internal master`: by its `start` in the batch script, by its `serve` in a job step of its own.
 Slurm kills what a batch script leaves running without a warning, but gives steps SIGTERM and `KillWait` seconds: in a
 step the master has the time to end the data workers, keep the summary and remove the keys.
 `state.py` decides, `children.py` carries it out.

@@ -1,4 +1,4 @@
-"""Ask the site daemon one question. Used by the thread of `client.py` and by `hetstream site status`.
+"""Ask the site daemon one question. Used by the thread of `SiteLink` and by `hetstream site status`.
 
 Every wait has a deadline. Nothing here decides anything.
 """

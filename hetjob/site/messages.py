@@ -21,8 +21,7 @@ from hetstream.hetjob.measured import Measured
 
 # What nodes tell the site daemon of their shared GPUs, and what it tells the packer: parts of messages. Pure.
 #
-# Sent by `hetstream internal gpu-report` and read by `hetstream gpu pack`; `messages.py` has them in its protocol
-# since version 3.
+# Sent by `hetstream internal gpu-report` and read by `hetstream gpu pack`, since version 3 of the protocol.
 
 # More GPUs has no node, and more processes no GPU, that is shared sensibly.
 MAX_GPUS = 64

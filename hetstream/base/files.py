@@ -425,7 +425,7 @@ def _plain(name: str) -> str:
     return name
 
 
-# Directories that a program makes for itself, below places where others may write too. Built on `files.py`.
+# Directories that a program makes for itself, below places where others may write too.
 #
 # A shared directory to submit from, /tmp, a path that a script names: whoever can write there may have prepared the
 # name before us, as a directory of his own or as a link. What holds keys, or is read as instructions, is only put where

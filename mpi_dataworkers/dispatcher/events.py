@@ -1,4 +1,4 @@
-"""What happens in a service, with its causes: typed events. Pure data; `events.py` keeps them on disk.
+"""What happens in a service, with its causes: typed events, and the file that keeps them.
 
 `DispatcherState` returns them among its instructions; the log shows `render()`, `events.jsonl` holds all fields.
 """

@@ -1,7 +1,7 @@
 """Who gets which steps next. Pure.
 
-Beside it: who can make what (`placement.py`), what a lease goes through (`leasing.py`), streams that sessions share
-(`sharing.py`), steps that failed (`leasing.py`), and idle data workers (`leasing.py`).
+Here, too: what a lease goes through (`LeaseLifecycle`), steps that failed (`Retries`), idle data workers (`Stealing`).
+Beside it: who can make what (`placement.py`), streams that sessions share (`sharing.py`).
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class Reachability:
 
 # Which programs have a process in which slot of the data workers, and what is done where one has none.
 #
-# `placement.py` sees to it that a process gets steps of one program only. Pure.
+# `Placement` sees to it that a process gets steps of one program only. Pure.
 #
 # A slot is the place of one process of a supervisor, and what loaders, limits and people count as a data worker. Where
 # a program has no process in a slot, the process whose program is over leaves there, to be forked anew; if all programs

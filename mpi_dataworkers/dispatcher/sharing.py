@@ -1,4 +1,4 @@
-"""Which data worker made which batch of a stream that several jobs read. Pure; used by `sharing.py`.
+"""Which data worker made which batch of a stream that several jobs read. Pure.
 
 Sessions with one share key read one endless stream of batches: position = epoch * steps of an epoch + step (+ a shift,
 in window mode). The dispatcher leases a position that a worker has made, or is making, to that worker again, which
@@ -295,7 +295,7 @@ class ShareGroups:
 
 # Where sessions are in the streams that they share, and who has those batches in its cache. Pure.
 #
-# `sharing.py` keeps each stream by itself; here are the sessions that read it.
+# `ShareGroup` keeps each stream by itself; here are the sessions that read it.
 
 
 class SharedStreams:

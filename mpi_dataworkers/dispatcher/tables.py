@@ -95,7 +95,7 @@ class Standing:
         return pause_s
 
 
-# What the dispatcher keeps of each data worker, loader, session and lease. Data only; `tables.py` has all of them.
+# What the dispatcher keeps of each data worker, loader, session and lease. Data only; `Tables` has all of them.
 
 # More than a data worker has leases that are not yet reported; if it is fewer, a shard is read from its beginning.
 _SNAPSHOTS_KEPT = 16

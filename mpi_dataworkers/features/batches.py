@@ -1,6 +1,6 @@
 """How features stand in a batch: tensors, and named tuples of tensors.
 
-Every transport and `pin_memory` take named tuples apart. `batches.py` makes them, or a user's own collate function;
+Every transport and `pin_memory` take named tuples apart. A user's own collate function may make them, too;
 `transform.py` takes and gives them.
 """
 

@@ -1,6 +1,6 @@
 """A feature graph in two parts: what data workers compute, and what is left for the trainer. Pure, without torch.
 
-Used by `cut.py`, which computes the parts, and by `gpu_features/hybrid.py`, which decides where to cut.
+`gpu_features/hybrid.py` decides where to cut.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A batch as one piece of memory, for one copy to the GPU: the table of its features, tiles, lengths and values.
 
-`arena.py` has what does not change from batch to batch. Results have an arena of their own, which is only measured
+A `Program` is what does not change from batch to batch. Results have an arena of their own, which is only measured
 out here: a `JaggedBatch` lies there key by key, a matrix of dense features row by row.
 """
 
@@ -26,7 +26,7 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import check_graph
 # A feature graph as numbers that a GPU reads: for each feature of an output, the operators from its input on. Pure.
 #
 # What several features begin with alike is computed for each: reading it twice costs more than computing it twice.
-# `arena.py` adds where a batch's values are, and `kernel.py` carries it out; both have the layout from here.
+# `Packer` adds where a batch's values are, and `kernel.py` carries it out; both have the layout from here.
 
 Words = npt.NDArray[np.int64]
 # Of a feature in the batch's table, and of an operator in the constants: 8 bytes each.

@@ -6,9 +6,9 @@
             loss = model(features)
             ...
 
-What is done when is decided in `corun.py`; here it is carried out on the streams of `streams.py`. A batch for
+`Interleaving` decides what is done when; `CoRun` carries it out on the streams of `streams.py`. A batch for
 which the GPU has no memory is computed in host memory, and from then on data workers compute all, until there is memory
-again (`corun.py`): none is lost.
+again (`Fallback`): none is lost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream, 
 #     if next_try(shortage, now).is_due:
 #         shortage = came_back(shortage, now) if there_is_memory else fell_short(shortage, now)
 #
-# Both ways back and forth have batches made again, so tries become rarer and end. `corun.py` and
+# Both ways back and forth have batches made again, so tries become rarer and end. `CoRun` and
 # `loader/features.py` carry it out.
 
 # After a shortage it is tried again after this long, then twice as long, and so on.
@@ -122,9 +122,9 @@ def next_try(shortage: Shortage, now: float) -> Try:
     return Try(True, f"the GPU is tried again {wait_s:.0f} s after it had no memory")
 
 
-# Who computes a feature graph where the trainer's GPU cannot: data workers, until it can again. Used by `corun.py`.
+# Who computes a feature graph where the trainer's GPU cannot: data workers, until it can again.
 #
-# `corun.py` decides when the GPU is tried again; here the loader is told, and the user.
+# `Shortage` says when the GPU is tried again; here the loader is told, and the user.
 
 _log = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class Fallback:
 #     while action := next_action(plan, state):
 #         state = after(state, action, there_was_one)
 #
-# RAP's interleaving of batches (its section 6.3). `corun.py` carries it out. A layer that never begins loses nothing:
+# RAP's interleaving of batches (its section 6.3). `CoRun` carries it out. A layer that never begins loses nothing:
 # what was to run beside it runs when the loop wants the batch.
 
 # Batches that are under way beside the one that is trained: one is computed, one is copied.

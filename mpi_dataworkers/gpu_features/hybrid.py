@@ -1,7 +1,7 @@
 """Decides where a feature graph is cut: the trainer's GPU keeps what fits beside training, data workers get the rest.
 Pure.
 
-Called by programs when they make a loader. `hybrid.py` decides anew while a program trains.
+Called by programs when they make a loader. `Recutter` decides anew while a program trains.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import (
 from hetstream.mpi_dataworkers.gpu_features.search import algorithm_1, fuse
 
 # What the two parts of a cut feature graph cost, by which operators the trainer keeps. Pure.
-#
-# Used by `hybrid.py`, which decides before a program trains, and by `hybrid.py`, which decides anew while it does.
 
 
 @dataclass(frozen=True)

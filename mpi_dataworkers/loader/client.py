@@ -265,7 +265,7 @@ name_loader = _Names().name
 
 # How a loader is known at its dispatcher, and what it still has to say there. No I/O.
 #
-# Used by `client.py`, which guards it with its lock. A dispatcher that was restarted knows nothing of a loader:
+# `ServiceClient` guards it with its lock. A dispatcher that was restarted knows nothing of a loader:
 # it is told everything again, from the sessions as they are by then.
 
 _REGISTER_AGAIN_S = 1.0

@@ -81,8 +81,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, buffers_in, pack, places_of, read_into
 
 # What a loader has given to data workers: its pipeline as it was when it was sent, and a copy of that in the trainer.
-#
-# Used by `connection.py`.
 
 _log = logging.getLogger(__name__)
 
@@ -292,7 +290,7 @@ def _change_since(pickled: PickledPipeline, pipeline: Pipeline) -> str:
     return difference(copied, pipeline)
 
 
-# What a batch stage must be, and what tells two of them apart. Used by `options.py` and `connection.py`.
+# What a batch stage must be, and what tells two of them apart. Used by `options.py`, too.
 
 
 def picklable_stage(name: str, value: Any) -> Iterator[str]:
@@ -328,7 +326,7 @@ def digest_of_stages(stages: Stages) -> str:
 
 # How a loader shares its batches with loaders of other jobs: the keywords checked, the key made, the cursor kept.
 #
-# Used by `connection.py`; the service's side is `dispatcher/sharing.py` and `steps.py`.
+# The service's side is `dispatcher/sharing.py` and `steps.py`.
 
 SharingMode = Literal["lossless", "window"]
 

@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.wire.messages import FeatureCut
 
 # Looks at how the steps of a loader with `HybridFeatures` go, and has a `Recutter` decide about the cut in a thread.
 #
-# Used by `features.py`, which notes each batch and carries out what was decided, both in the training thread.
+# `FeatureParts` notes each batch and carries out what was decided, both in the training thread.
 
 _log = logging.getLogger(__name__)
 # A look is over so many steps, and so long, at the least.

@@ -1,6 +1,6 @@
 """The keywords of `DataLoader`: one typed declaration, from which its signature, its checks and its help come.
 
-To add a keyword: a field here, with its check and its line in the docstring; a rule in `options.py` if it needs or
+To add a keyword: a field here, with its check and its line in the docstring; a rule below if it needs or
 excludes another one; and a line in the table of docs/reference.md.
 
 They are flat, torch's and hetstream's: most programs give one of a group (`on_error="skip"`), and that reads best flat.
@@ -46,7 +46,7 @@ from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 
 # Keywords as fields of a dataclass: a field declares a keyword and its check, and a constructor takes them all.
 #
-# Used by `options.py` and `data_loader.py`.
+# Used by `data_loader.py`.
 
 # Gives the problems of a keyword's value.
 Check = Callable[[str, Any], Iterator[str]]
@@ -173,7 +173,7 @@ def problem_of(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
         yield str(error)
 
 
-# What the keywords of `DataLoader` must be together, and with the dataset and the environment. Used by `options.py`.
+# What the keywords of `DataLoader` must be together, and with the dataset and the environment.
 #
 # Each rule gives its problems. What a keyword must be by itself is declared with it, and is one of the rules.
 

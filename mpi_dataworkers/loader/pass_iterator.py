@@ -1,6 +1,6 @@
 """One pass over the data, wherever its steps come from.
 
-A `StepSource` gives the steps: `remote_source.py` from data workers, `pass_iterator.py` in process. `shards.py`
+A `StepSource` gives the steps: `RemoteSource` from data workers, `LocalSource` in process. `shards.py`
 says which they are. `position.py` begins the passes and, for torch's own class, `unmodified.py`.
 """
 

@@ -50,7 +50,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
 
 # A program's own sampler, drawn ahead of the training loop, and its steps on their way to the dispatcher.
 #
-# Used by `remote_source.py`. `step_indices.LookAhead` says how far.
+# `step_indices.LookAhead` says how far.
 
 
 class SamplerAhead:

@@ -1,6 +1,6 @@
 """Into which streams of steps the data of one loader is divided: shards, parts or copies; and a position in them.
 
-`shards.py` says how far they were read. No I/O.
+`PassShards` says how far they were read. No I/O.
 """
 
 from __future__ import annotations
@@ -469,7 +469,7 @@ def own_position(division: Division, state: Any) -> dict[str, Any]:
 
 # The steps of one pass by shard, and how far each shard was read. No I/O.
 #
-# A step source (`remote_source.py`, `pass_iterator.py`) reads them. `shards.py` says which shards there are.
+# A step source (`remote_source.py`, `pass_iterator.py`) reads them. `Division` says which shards there are.
 
 
 class PassShards:

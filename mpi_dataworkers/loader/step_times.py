@@ -1,5 +1,5 @@
 """How long the optimizers of this process take (T_upd of a step): torch's own hooks around every `optimizer.step`.
-Between two of these calls `step_times.py` times the lookups of embeddings.
+Between two of these calls `EmbeddingTimer` times the lookups of embeddings.
 
 A random one of eight calls is timed, so that no period of the program hides a call. Where the parameters are on a CPU
 the clock says how long it took. On a CUDA device the call returns before its work is done: two events are recorded, and

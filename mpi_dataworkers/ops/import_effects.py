@@ -6,8 +6,8 @@ that runs. So it is stopped before, by Python's audit events (PEP 578).
 
 What takes nothing from anybody goes on. What this import has made itself is its own. New things may appear in the
 user's cache, and under names that `tempfile` chooses: nobody looks there for what has not been there. Elsewhere they
-are found, as the latest run's directory is. To what is opened to append comes nothing as long as modules are imported
-(`import_effects.py`). What other programs do is not seen: a module that starts one is stopped.
+are found, as the latest run's directory is. To what is opened to append comes nothing as long as modules are imported.
+What other programs do is not seen: a module that starts one is stopped.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 # The batch stage: user code that gets each finished batch, after collate, in the process that has made it.
 #
-# Used by `pipeline.py`. `tree.py` takes a `StagedBatch` apart as it does any batch, so its tensors travel as tensors.
+# `tree.py` takes a `StagedBatch` apart as it does any batch, so its tensors travel as tensors.
 
 BatchStage = Callable[[Any], Any]
 _pin_memory: Any = torch_pin.pin_memory
@@ -89,7 +89,7 @@ def run_stage(stage: BatchStage, batch: Any, seed: int) -> Any:
 
 # Which sample of a step is at fault, where what was raised names a row: a feature graph's or a source's error.
 #
-# Called by `pipeline.py`, which then leaves out that sample alone, if it leaves any out.
+# The pipeline then leaves out that sample alone, if it leaves any out.
 
 
 def place_at_fault(error: BaseException | None, samples: Sequence[Any], make: Callable[[Any], Any]) -> int:

@@ -378,7 +378,7 @@ class ShardSteps(abc.ABC):
             torch_worker._worker_info = before
 
 
-# Steps of one shard of an IterableDataset, of elements that follow one another. For others see `streams.py`.
+# Steps of one shard of an IterableDataset, of elements that follow one another. For others see `Shard`.
 
 
 class ShardReader(ShardSteps):

@@ -1,7 +1,7 @@
 """A batch as structure and buffers: flatten it in the data worker, rebuild it in the trainer, bit for bit.
 
 Tensors and NumPy arrays become (dtype, shape) and a raw buffer; many small tensors of one dtype share a buffer. What
-else there is to tensors (strides, common memory, a gradient) is `tree.py`'s. A tensor, or a list, tuple or
+else there is to tensors (strides, common memory, a gradient) is kept beside them. A tensor, or a list, tuple or
 dict of tensors, is written down as such; any other batch is one pickle stream (`structure.py`), in which each tensor
 and array is a number. Both sides have proved that they hold the job's key before a byte of it is read.
 """

@@ -177,7 +177,7 @@ def _changed_in_place(graph: ForwardGraph) -> dict[str, Operator]:
     }
 
 
-# What each operator of a captured forward does, in the plain words of `program.py`. Called by `analysis.py`.
+# What each operator of a captured forward does, in the plain words of `program.py`.
 
 # Products of matrices: their sums depend on the number of threads, and under autocast on its precision.
 _PRODUCTS = frozenset(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hetstream.mpi_dataworkers.partitioner.program import ForwardGraph, Kind
 
-# The cheapest way to part a graph in two (Dinic's method). Pure and exact; called by `cut.py`.
+# The cheapest way to part a graph in two (Dinic's method). Pure and exact.
 
 INFINITE = float("inf")
 # Capacities are seconds. Less than this is the rounding of sums.

@@ -32,7 +32,7 @@ from hetstream.mpi_dataworkers.partitioner.leaves import Delivery, leaves_of
 from hetstream.mpi_dataworkers.partitioner.split import unpack
 from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
 
-# Which modules can be partitioned. Called by `partition.py` and `unmodified.py`.
+# Which modules can be partitioned. Called by `unmodified.py`, too.
 
 
 def release(module: torch.nn.Module) -> None:
@@ -61,7 +61,7 @@ def check_module(module: torch.nn.Module) -> None:
         raise NotCaptured("the model is in eval mode; only its training is partitioned")
 
 
-# How long a loader's steps take, and the rates that a cut depends on. Pure; called by `partition.py`.
+# How long a loader's steps take, and the rates that a cut depends on. Pure.
 
 # Rates are looked at after so many steps.
 STEPS_OF_A_LOOK = 100
@@ -128,7 +128,7 @@ class Pace:
         return (now - before[0]) / STEPS_OF_A_LOOK, (wait_s - before[1]) / STEPS_OF_A_LOOK
 
 
-# At which rate batches come to a loader. Called by `partition.py` and `unmodified.py`.
+# At which rate batches come to a loader. Called by `unmodified.py`, too.
 
 _COPIED_BYTES = 1 << 23
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-# Reads the bytecode of functions: what they catch, compare and ask for. Called by `unseen.py`. Runs none of it.
+# Reads the bytecode of functions: what they catch, compare and ask for. Runs none of it.
 
 # Files of torch, and of this package: what a user asks about is neither.
 NOT_THE_PROGRAM = re.compile(

@@ -43,7 +43,7 @@ from hetstream.mpi_dataworkers.wire.messages import Delivery
 
 # The memory of one connection between processes of a host: made by the loader, written by the data worker.
 #
-# Used by `shm.py`. An extent is read in place, and its offset goes back to the data worker when its last view is
+# An extent is read in place, and its offset goes back to the data worker when its last view is
 # dropped.
 
 # How an extent's offset goes back.

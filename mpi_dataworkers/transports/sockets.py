@@ -46,7 +46,7 @@ from hetstream.mpi_dataworkers.wire.messages import Compressed, Delivery, Messag
 
 # A message on a socket: its length, and then what `layout.lay_out` makes of its frames, as pieces for sendmsg(2).
 #
-# Used by `sockets.py`. Pure; the tensors stay where they lie.
+# Pure; the tensors stay where they lie.
 
 LENGTH = struct.Struct("<Q")
 _PADDING = bytes(ALIGN_BYTES)
@@ -76,7 +76,7 @@ def left_of(pieces: list[Buffer], num_sent: int) -> list[Buffer]:
     return []
 
 
-# The memory into which a loader receives messages. Used by `sockets.py`.
+# The memory into which a loader receives messages.
 
 # Memory that is kept for later messages although messages of other sizes come now.
 _KEEP_BYTES = 128 << 20
@@ -122,7 +122,7 @@ def _aligned(num_bytes: int) -> _Bytes:
 
 # Batches made smaller for slow networks, with Zstandard at its fastest level, where that is worth the time. Pure.
 #
-# Used by `sockets.py` on TCP when the loader asks for it. One core compresses some 100 to 300 MB/s, so it pays on links
+# Used on TCP when the loader asks for it. One core compresses some 100 to 300 MB/s, so it pays on links
 # of 1 Gbit/s and below, for data that is much alike (masks, token ids), and never for decoded photographs: a frame is
 # compressed only if a sample of it shrinks well.
 

@@ -1,6 +1,6 @@
 """Control connections: ZeroMQ over TCP, with CURVE.
 
-Only this module and `zmq.py` import zmq; its errors leave them as hetstream's.
+Only this module imports zmq; its errors leave them as hetstream's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.codec import Buffer, chop, decode, encode, join
 from hetstream.mpi_dataworkers.wire.messages import Message
 
-# A control message as frames of ZeroMQ. Used by the endpoints in `zmq.py`.
+# A control message as frames of ZeroMQ. Used by the endpoints.
 
 # Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
 # can make a process hold is one frame for each connection, until the handshake's time is over: small frames are what

@@ -57,7 +57,7 @@ from hetstream.mpi_dataworkers.worker.process import Answer, StackFile, WorkPage
 # What a data worker process has loaded of the program that it serves.
 #
 # Used by the process that makes batches (`pipelines.py`), and by one that loads a pipeline for others, which are forked
-# from it (`fork_server.py`): they go on with the object as it was left.
+# from it (`ForkServers`): they go on with the object as it was left.
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class LoadedProgram:
 # One copy of each pickled pipeline for all processes of a data worker: fetched once, and mapped by each.
 #
 # What is shared here are bytes, never objects: each process unpickles for itself, so what a dataset opens in
-# `__setstate__` is its own. (Where it opens nothing, `fork_server.py` loads it for all.) Arrays and tensors lie in the
+# `__setstate__` is its own. (Where it opens nothing, a fork server loads it for all.) Arrays and tensors lie in the
 # mapped memory, which a process copies page by page as it writes to it.
 #
 # The memory belongs to no name: it is made by the supervisor before it forks, and is gone with the last process. Who

@@ -141,7 +141,7 @@ class Gatherer:
 
 # A data worker's sliding window of finished batches, for loaders that read the same stream. Pure: no socket, no clock.
 #
-# Used by `steps.py` for sessions that share (`messages.Sharing`). What is kept is the flattened batch, ready to be sent
+# Used for sessions that share (`messages.Sharing`). What is kept is the flattened batch, ready to be sent
 # again: several jobs' copies of one step are one piece of memory. The oldest batches leave first.
 
 
@@ -202,7 +202,7 @@ class BatchCache:
         return {key: as_ranges(sorted(positions)) for key, positions in dropped.items()}
 
 
-# Which samples a leased step has. Pure; used by `steps.py`.
+# Which samples a leased step has. Pure.
 
 
 def place_of(lease: GrantLease, step: int) -> tuple[int, int, int]:

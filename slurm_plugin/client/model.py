@@ -669,7 +669,7 @@ class Reservation:
         is_flexible: its flag FLEX: its jobs may use what is outside of it, too.
         is_magnetic: its flag MAGNETIC: jobs of its users need not name it.
         users, accounts: whose jobs may use it; `-NAME` are those whose may not. Of `groups` their members may, and of
-            these `users` are those that have pending jobs; see `model.py`.
+            these `users` are those that have pending jobs.
         allowed_partitions, qos: of the jobs that may use it; empty for all (25.05 on).
         cpus: of the nodes of which it has some cores, how many CPUs these are.
         gpus_on_node: GPUs that it has on each of those.

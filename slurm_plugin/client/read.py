@@ -61,7 +61,7 @@ from hetstream.slurm_plugin.errors import NodesHidden, UnsupportedSlurm
 if TYPE_CHECKING:
     from hetstream.slurm_plugin.client import pyslurm_backend
 
-# Which GPUs running jobs hold, where their own records do not say: (jobs, nodes) -> jobs. Pure; called by `read.py`.
+# Which GPUs running jobs hold, where their own records do not say: (jobs, nodes) -> jobs. Pure.
 #
 # A job with `--exclusive`, or in a partition with OverSubscribe=EXCLUSIVE, holds all GPUs of its nodes, whatever it
 # asked for (seen on 22.05, 24.11 and 26.05). Its allocated TRES say so where the site accounts for gres/gpu; elsewhere
@@ -412,7 +412,7 @@ def with_told_gpus(
     return tuple(found), frozenset(unknown)
 
 
-# Which pending jobs are short of licenses: (jobs, `scontrol show licenses`) -> jobs. Pure; called by `read.py`.
+# Which pending jobs are short of licenses: (jobs, `scontrol show licenses`) -> jobs. Pure.
 #
 # slurmctld says Priority of a job behind others, also where no license is left for it. It starts one if what it asks
 # for, what is used and what reservations of others keep is no more than there is (license_job_test in licenses.c).

@@ -150,7 +150,7 @@ def usable_cpus(free: Iterable[int], sizes: Collection[int]) -> int:
 
 # What data workers send through the nodes' links: (cluster, what jobs measure) -> bytes a second by node. Pure.
 #
-# Called by `nodes.py`. Of a data worker beside its trainer nothing crosses a link; a remote one sends through its
+# Of a data worker beside its trainer nothing crosses a link; a remote one sends through its
 # own node's link and through those of its trainers, of which each takes an equal part.
 
 # More crosses no link, whatever a job says of itself.

@@ -1,7 +1,7 @@
 """The jobs that report to the daemon, and what each may have. Pure; called by `server.py`; the clock is an argument.
 
 A job is known from its first report until Slurm says that it is not running any more. What it says of itself counts as
-far as Slurm bears it out (`registry.py`), and a job that has been silent for long wants no more than it has. A round of
+far as Slurm bears it out (`Claim`), and a job that has been silent for long wants no more than it has. A round of
 the policy follows each reading of the cluster and each report that wants something else, at most one a second. While
 Slurm does not answer, nobody is forgotten and nobody new is let in.
 """
@@ -157,7 +157,7 @@ def silent_after_s(num_jobs: int, report_s: float, max_reports_per_s: float) -> 
 
 # A job's speed against CPUs of data workers, from what it has measured: (measurements) -> points. Pure.
 #
-# Called by `registry.py`. The curve is the least concave one above what was measured, so that noise makes no knee
+# The curve is the least concave one above what was measured, so that noise makes no knee
 # where there is none; beyond the last measurement it goes on as it did there with data workers, up to the speed of a
 # trainer that never waits.
 

@@ -20,7 +20,7 @@ from hetstream.slurm_plugin.packing.state import (
     SharedGpu,
 )
 
-# The nodes of the packer's state: Slurm's records and the nodes' readings, compared. Pure; called by `observe.py`.
+# The nodes of the packer's state: Slurm's records and the nodes' readings, compared. Pure.
 
 
 class SeenNodes:

@@ -1,4 +1,4 @@
-"""The packer's hands for quotas: releases, moves and upgrades jobs as `quota_file.py` and `quota_packer.py` decide.
+"""The packer's hands for quotas: releases, moves and upgrades jobs as `quota.py` decides.
 
 Like the packer it keeps nothing that matters: a job's class stands in its AdminComment, and the packer's own jobs say
 in their Comments what they are for.

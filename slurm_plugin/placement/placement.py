@@ -324,7 +324,7 @@ class TypicalShapes:
         return found
 
 
-# Fragmentation gradient descent (FGD, ATC'23): where the measure of `placement.py` grows least. Pure, incremental.
+# Fragmentation gradient descent (FGD, ATC'23): where the measure of fragmentation grows least. Pure, incremental.
 #
 # Many nodes are nearly alike by that measure: on an idle node one more job makes no fragment. A little of what best fit
 # counts decides among those; without it jobs spread over idle nodes, and five points of the GPUs are lost in the end.

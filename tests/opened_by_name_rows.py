@@ -92,7 +92,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/process/children.py": "_state_of adopt_orphans begin_child go_first going_first*2",
         "mpi_dataworkers/process/config.py": "environment_at_start",
         "mpi_dataworkers/loader/live_objects.py": "_answer _part_with_files*2",
-        "mpi_dataworkers/loader/steps_apart.py": "_left_bytes",
+        "mpi_dataworkers/loader/isolated_steps.py": "_left_bytes",
         "mpi_dataworkers/loader/witness.py": "_Output._all",
         "mpi_dataworkers/process/interpreter.py": "give_back_freed_memory keep_freed_memory",
         "mpi_dataworkers/ops/fork_safety.py": "_descriptors _threads",

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.likeness import Difference, compare
+from hetstream.mpi_dataworkers.loader.batch_comparison import Difference, compare
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of
 from hetstream.mpi_dataworkers.loader.shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of

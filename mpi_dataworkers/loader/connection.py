@@ -24,14 +24,13 @@ from hetstream.mpi_dataworkers.loader import step_times
 from hetstream.mpi_dataworkers.loader.batches import TorchBatches
 from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.client import ClientOptions, ServiceClient, name_loader
+from hetstream.mpi_dataworkers.loader.isolated_steps import StepsApart
 from hetstream.mpi_dataworkers.loader.live_objects import ask_apart, left_out, unseen_change
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
 from hetstream.mpi_dataworkers.loader.process_connection import service_at
 from hetstream.mpi_dataworkers.loader.session import Delivered
 from hetstream.mpi_dataworkers.loader.shards import Order, PassShards, TakenStep
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics, SkippedSamples
-from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
-from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, acting_as_data_worker
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     PickledPipeline,
@@ -59,6 +58,7 @@ from hetstream.mpi_dataworkers.ops.process_memory import WriteWatch
 from hetstream.mpi_dataworkers.ops.program import LIBRARY_SETTINGS
 from hetstream.mpi_dataworkers.ops.settings import registered
 from hetstream.mpi_dataworkers.ops.structure import refuse_graphs
+from hetstream.mpi_dataworkers.ops.worker_context import EnteredPipeline, acting_as_data_worker
 from hetstream.mpi_dataworkers.process.config import (
     TrainerIdentity,
     buffer_bytes_from_environment,

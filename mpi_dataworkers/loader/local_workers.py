@@ -30,10 +30,10 @@ from torch.utils.data._utils import signal_handling
 
 from hetstream.mpi_dataworkers.loader.shards import Order, PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import handed_over, made_at, raised_by_torch, reraised
-from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, enter_worker, with_origins_of
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.streams import RankReader, Shard, ShardReader, open_shard, read_step
+from hetstream.mpi_dataworkers.ops.worker_context import EnteredPipeline, enter_worker, with_origins_of
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.process.children import going_first
 from hetstream.mpi_dataworkers.process.handlers import others

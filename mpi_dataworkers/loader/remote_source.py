@@ -19,6 +19,7 @@ from hetstream.mpi_dataworkers.loader.canary import Differs
 from hetstream.mpi_dataworkers.loader.client import LATE_STEP_S, LOCAL_AFTER_S, ServiceClient
 from hetstream.mpi_dataworkers.loader.compared_pass import ComparedPass
 from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipeline, SharedStream
+from hetstream.mpi_dataworkers.loader.isolated_steps import StepsApart
 from hetstream.mpi_dataworkers.loader.session import (
     Delivered,
     Ended,
@@ -29,7 +30,6 @@ from hetstream.mpi_dataworkers.loader.session import (
     Step,
 )
 from hetstream.mpi_dataworkers.loader.shards import ListedSteps, LookAhead, PassShards, steps_to_gather
-from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
 from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error, timed_out
 from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S
 from hetstream.mpi_dataworkers.ops.index_form import pack_indices

@@ -17,20 +17,20 @@ import torch
 from torch.utils import _pytree
 from torch.utils.data._utils import signal_handling
 
-from hetstream.mpi_dataworkers.loader.likeness import compare
+from hetstream.mpi_dataworkers.loader.batch_comparison import compare
+from hetstream.mpi_dataworkers.loader.isolated_steps import limited_to_rest
 from hetstream.mpi_dataworkers.loader.local_workers import (
     PlainLoader,
     StepDataset,
     StepRequest,
     no_collate,
 )
-from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
 from hetstream.mpi_dataworkers.loader.user_errors import handed_over, of_dead_process, raised_by_torch, summary_of
 from hetstream.mpi_dataworkers.ops.changes import acts_on_files, changed_by
-from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, StagedBatch, describe_failure
 from hetstream.mpi_dataworkers.ops.process_memory import PrivateMemory
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects
+from hetstream.mpi_dataworkers.ops.worker_context import EnteredPipeline
 from hetstream.mpi_dataworkers.process.children import go_first
 from hetstream.mpi_dataworkers.process.handlers import others
 from hetstream.mpi_dataworkers.wire.messages import Failure

@@ -37,8 +37,8 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hetstream.base.posix import open_flags
+from hetstream.mpi_dataworkers.ops.code_globals import globals_in, is_own, is_programs, names_in
 from hetstream.mpi_dataworkers.ops.pickling import digest_of_buffers
-from hetstream.mpi_dataworkers.ops.reached import globals_in, is_own, is_programs, names_in
 
 # What was found at each path: an immutable value, the length of a container, a digest.
 State = Mapping[str, Any]

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from hetstream.base.posix import open_flags
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.reached import is_own_file
+from hetstream.mpi_dataworkers.ops.code_globals import is_own_file
 
 # Files that a module opens to append, as logs are, while a data worker imports it again: nothing is appended yet.
 #

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.code_globals import Reached, is_own
 from hetstream.mpi_dataworkers.ops.pickling import (
     RunsUserCode,
     digest_of,
@@ -21,7 +22,6 @@ from hetstream.mpi_dataworkers.ops.pickling import (
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.process_memory import PrivatePages
 from hetstream.mpi_dataworkers.ops.program import program_of, settings_of
-from hetstream.mpi_dataworkers.ops.reached import Reached, is_own
 from hetstream.mpi_dataworkers.process.handlers import others
 from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program

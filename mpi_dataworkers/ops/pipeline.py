@@ -32,9 +32,9 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import FeatureError, PipelineError, SourceError
 from hetstream.mpi_dataworkers.generators import making_sample
+from hetstream.mpi_dataworkers.ops.code_globals import is_programs, names_in
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
 from hetstream.mpi_dataworkers.ops.origins import PLAIN, Origins, digest_of_state
-from hetstream.mpi_dataworkers.ops.reached import is_programs, names_in
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import Indices, derive_seed
 from hetstream.mpi_dataworkers.process.children import ForksEndHere

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from hetstream.base.access import owners_of, strange_here, strange_value
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.changes import TooLarge, digest_of_state
-from hetstream.mpi_dataworkers.ops.reached import OURS, Place, Reached, is_installed, is_own
+from hetstream.mpi_dataworkers.ops.code_globals import OURS, Place, Reached, is_installed, is_own
 from hetstream.mpi_dataworkers.ops.settings import put_in_force, settings_in_force
 from hetstream.mpi_dataworkers.process.config import travelling_environment
 from hetstream.mpi_dataworkers.wire.messages import Program

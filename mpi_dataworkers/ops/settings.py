@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetstream.mpi_dataworkers.ops.code_globals import is_own
 from hetstream.mpi_dataworkers.ops.process_memory import Looking
-from hetstream.mpi_dataworkers.ops.reached import is_own
 
 # What the program has set for its warnings and log lines: torch's worker processes have it from the fork.
 #

@@ -39,7 +39,7 @@ from hetstream.mpi_dataworkers.partitioner.program import (
     replace_in,
 )
 from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split, StageInputs, split
-from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
+from hetstream.mpi_dataworkers.partitioner.unguarded_constants import NotCaptured
 
 # Which operators of a forward may run in a data worker, and why the others may not. Pure; called by `partition.py`.
 #

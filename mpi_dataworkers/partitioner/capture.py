@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.loader.step_times import pause_all
 from hetstream.mpi_dataworkers.partitioner.program import METHOD, Call, Kind, Ref, place_of, references, replace_in
-from hetstream.mpi_dataworkers.partitioner.unseen import NOT_THE_PROGRAM, NotCaptured, Unseen
+from hetstream.mpi_dataworkers.partitioner.unguarded_constants import NOT_THE_PROGRAM, NotCaptured, Unseen
 
 # Keeps what torch says while it traces from the user, and the warnings of the program as they were. No side effects.
 #

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetstream.mpi_dataworkers.partitioner.capture import Graph, quiet, reason_of
-from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
+from hetstream.mpi_dataworkers.partitioner.unguarded_constants import NotCaptured
 
 _pytree: Any = pytree
 # They change the running statistics that they are given, though their schemas do not say so.

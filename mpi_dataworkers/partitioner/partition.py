@@ -30,7 +30,7 @@ from hetstream.mpi_dataworkers.partitioner.cut import Decision, OperatorCost, Ra
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.leaves import Delivery, leaves_of
 from hetstream.mpi_dataworkers.partitioner.split import unpack
-from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
+from hetstream.mpi_dataworkers.partitioner.unguarded_constants import NotCaptured
 
 # Which modules can be partitioned. Called by `unmodified.py`, too.
 

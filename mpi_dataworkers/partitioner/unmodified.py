@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.partitioner.analysis import Findings, Offload, an
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of, same_bytes
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition, check_module, release, with_wire
-from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
+from hetstream.mpi_dataworkers.partitioner.unguarded_constants import NotCaptured
 from hetstream.mpi_dataworkers.process.config import explain_file_from_environment
 
 _log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.ops.worker_context import EnteredPipeline
 from hetstream.mpi_dataworkers.wire.messages import WorkerSeeds
 
 

@@ -24,7 +24,6 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     PickledPipeline,
@@ -34,6 +33,7 @@ from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     pickle_pipeline,
 )
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, seed_generators
+from hetstream.mpi_dataworkers.ops.worker_context import EnteredPipeline
 from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 

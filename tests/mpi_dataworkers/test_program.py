@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from hetstream.mpi_dataworkers.ops import settings as process_settings
+from hetstream.mpi_dataworkers.ops.code_globals import Reached, is_own
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import pickle_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import (
@@ -33,7 +34,6 @@ from hetstream.mpi_dataworkers.ops.program import (
     program_of,
     settings_of,
 )
-from hetstream.mpi_dataworkers.ops.reached import Reached, is_own
 from hetstream.mpi_dataworkers.process.config import travelling_environment
 from hetstream.mpi_dataworkers.wire.messages import Program
 

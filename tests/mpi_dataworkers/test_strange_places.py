@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from hetstream.base.access import EVERYBODY, owners_of, strange_here, strange_value
+from hetstream.mpi_dataworkers.ops.code_globals import Reached, is_own
 from hetstream.mpi_dataworkers.ops.pickling import digest_of
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, program_of, settings_of
-from hetstream.mpi_dataworkers.ops.reached import Reached, is_own
 from hetstream.mpi_dataworkers.process.config import python_environment
 from hetstream.mpi_dataworkers.process.interpreter import Follower, PythonEnvironment
 from hetstream.mpi_dataworkers.wire.messages import Program

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hetstream.base.limits import available_bytes
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
-from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
+from hetstream.mpi_dataworkers.loader.isolated_steps import StepsApart
 from hetstream.mpi_dataworkers.ops.pipeline import Watched
 from hetstream.mpi_dataworkers.process.config import memory_of_task_from_environment
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy

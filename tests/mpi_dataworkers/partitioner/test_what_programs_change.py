@@ -23,7 +23,7 @@ from state_programs import CONSTANTS, STATES, WAYS, Reads
 from torch.utils.data import DataLoader, default_collate
 from unguarded_states import COMPARED, REFUSED
 
-from hetstream.mpi_dataworkers.ops.reached import is_own
+from hetstream.mpi_dataworkers.ops.code_globals import is_own
 from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")

@@ -139,7 +139,14 @@ def cpu_s(act: Callable[[], object], repeats: int) -> float:
     """The least CPU time of several runs, each without what the run before has remembered."""
     found = []
     for _ in range(repeats):
-        for cached in (values.parse_gres, values.expand, values.seconds, values.moment, values.megabytes, values.tres):
+        for cached in (
+            values.parse_gres,
+            values.expand,
+            values.seconds,
+            values.moment,
+            values.megabytes,
+            values.tres,
+        ):
             cached.cache_clear()
         before = time.process_time()
         act()

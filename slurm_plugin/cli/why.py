@@ -21,8 +21,8 @@ from hetstream.slurm_plugin.client.model import REVOKED, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import compress
 from hetstream.slurm_plugin.errors import UnknownJob
+from hetstream.slurm_plugin.insight.blockers import NOT_LOOKED_AT, Blocker, memory_words
 from hetstream.slurm_plugin.insight.het_job import explain_together, find_jobs
-from hetstream.slurm_plugin.insight.lacking import NOT_LOOKED_AT, Blocker, memory_words
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.node_table import gres_in_doubt, gres_words
 from hetstream.slurm_plugin.insight.proposals import told_by_job

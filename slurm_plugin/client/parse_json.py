@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
+from hetstream.slurm_plugin.client.lenient_parsing import Reading, note_doubts
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
+from hetstream.slurm_plugin.client.lenient_parsing import Reading, note_doubts
 from hetstream.slurm_plugin.client.model import PENDING_STATES, HetComponent, Job, Node, total
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,

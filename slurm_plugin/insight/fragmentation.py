@@ -17,7 +17,7 @@ import numpy as np
 
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, gpu_share
-from hetstream.slurm_plugin.insight.lacking import OTHER_USERS
+from hetstream.slurm_plugin.insight.blockers import OTHER_USERS
 from hetstream.slurm_plugin.insight.node_table import (
     RESOURCES,
     Counts,

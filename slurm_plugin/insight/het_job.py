@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hetstream.slurm_plugin.client.model import CUT, Gres, Job, Node, Snapshot, has_task
-from hetstream.slurm_plugin.insight.lacking import COMPLETING, NOT_LOOKED_AT, OTHER_USERS, Blocker
+from hetstream.slurm_plugin.insight.blockers import COMPLETING, NOT_LOOKED_AT, OTHER_USERS, Blocker
 from hetstream.slurm_plugin.insight.node_table import Shape
 from hetstream.slurm_plugin.insight.why import HIDDEN, NODE_COUNT, SOCKETS, Explainer, Explanation
 

@@ -18,7 +18,7 @@ from hetstream.hetjob.convert.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAI
 from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import own_reservations, seen_from, why_closed
 from hetstream.slurm_plugin.client.values import compress
-from hetstream.slurm_plugin.insight.lacking import (
+from hetstream.slurm_plugin.insight.blockers import (
     COMPLETING,
     NOT_LOOKED_AT,
     OTHER_USERS,
@@ -54,7 +54,7 @@ from hetstream.slurm_plugin.insight.node_table import (
     request_of,
     shape_of,
 )
-from hetstream.slurm_plugin.insight.turns import Plan, Turns
+from hetstream.slurm_plugin.insight.queue_order import Plan, Turns
 
 # There is room, as far as this user may see, and Slurm may hide what else it waits for.
 HIDDEN = "hidden"

@@ -9,7 +9,7 @@ import pytest
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
 from hetstream.slurm_plugin.client.model import Job, Partition
 from hetstream.slurm_plugin.client.parse_text import parse_default_memory, parse_limits, with_open_partitions
-from hetstream.slurm_plugin.insight.lacking import told_by_slurm
+from hetstream.slurm_plugin.insight.blockers import told_by_slurm
 
 SINFO = [
     "gpu*|64|512000|8|gpu:h200:8,shard:32|4",

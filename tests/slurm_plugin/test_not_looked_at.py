@@ -10,7 +10,7 @@ import pytest
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, parse_jobs
-from hetstream.slurm_plugin.insight.lacking import Blocker
+from hetstream.slurm_plugin.insight.blockers import Blocker
 from hetstream.slurm_plugin.insight.observation import observe
 from hetstream.slurm_plugin.insight.why import Explainer
 

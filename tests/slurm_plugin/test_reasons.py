@@ -9,8 +9,8 @@ import pytest
 
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot, is_resource_reason
 from hetstream.slurm_plugin.insight.advise import advise
+from hetstream.slurm_plugin.insight.blockers import told_by_slurm
 from hetstream.slurm_plugin.insight.fragmentation import measure
-from hetstream.slurm_plugin.insight.lacking import told_by_slurm
 from hetstream.slurm_plugin.insight.observation import observe
 from hetstream.slurm_plugin.insight.why import Explainer
 

@@ -31,8 +31,8 @@ from hetstream.slurm_plugin.client.parse_text import (
 from hetstream.slurm_plugin.client.read import ended_on_whole_nodes, parse_held, with_held_gpus, with_told_gpus
 from hetstream.slurm_plugin.client.values import moment
 from hetstream.slurm_plugin.errors import UnreadableAnswer
+from hetstream.slurm_plugin.insight.blockers import told_by_slurm
 from hetstream.slurm_plugin.insight.fragmentation import measure
-from hetstream.slurm_plugin.insight.lacking import told_by_slurm
 from hetstream.slurm_plugin.insight.node_table import shape_of
 from hetstream.slurm_plugin.insight.why import Explainer
 from hetstream.slurm_plugin.submit.conversion import convert_script

@@ -23,7 +23,7 @@ PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
-.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean gpu gpu-wheels bench-data bench-ckpt bench-slurm bench-cluster
+.PHONY: docs demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean gpu gpu-wheels bench-data bench-ckpt bench-slurm bench-cluster
 
 venv: $(VENV)/.ready
 
@@ -124,6 +124,11 @@ test-peers: $(PEERS_VENV)/.ready
 	-$(PEERS_VENV)/bin/python tests/peers/suite_files.py $(if $(CLONES),--clones $(CLONES))
 	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_tables.py tests/mpi_dataworkers/partitioner/test_public_models.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py $(addprefix --peers ,$(PEERS))
+
+# The documentation as a site, build/site/index.html, of the files in docs/, with search. It fetches nothing from elsewhere.
+docs:
+	@test -x .venv-docs/bin/zensical || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install -q --disable-pip-version-check zensical==0.0.73; }
+	.venv-docs/bin/zensical build --strict
 
 # A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.
 packages: venv

@@ -207,6 +207,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "private": {
         "checkpoint/integrations/huggingface.py": "FlashCheckpointCallback.resume_folder*7",
+        "hetjob/master/block.py": "data_workers",
         "hetjob/master/children.py": "Service._last_words",
         "hetjob/master/local.py": "_await_dispatcher",
         "mpi_dataworkers/process/children.py": "keep_apart",

@@ -5,7 +5,7 @@
         rank-00000-of-00002.safetensors, rank-00000-of-00002.json   the manifest comes last
     DIR/step-0000000120.2/           the same after the rename that commits it: every part is whole and on disk
     DIR/step-0000000120.2.deleted/   the same on its way out
-    DIR/latest                       link to the newest committed one of the line (`history.py`); moved only after it
+    DIR/latest                       link to the newest committed one of the line (`ownership.py`); moved only after it
     DIR/.commit                      lock of all of these renames
 
 Called by checkpoint writers and by `CheckpointDirectory`. A reader needs none of it: what has a checkpoint's name is

@@ -14,7 +14,7 @@ from typing import Any
 
 from hetstream.base.text import shortened
 from hetstream.hetjob.convert.sbatch_options import SbatchOption
-from hetstream.hetjob.convert.spec import OPTIONS, JobSpec, parse_value
+from hetstream.hetjob.convert.spec import AUTO, OPTIONS, JobSpec, parse_value
 from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 
 # Lines of a batch script that sbatch reads options from, taken to pieces as sbatch does it. Pure; no option is judged.
@@ -246,18 +246,20 @@ def is_own(name: str) -> bool:
     return name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint"))
 
 
-def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
+def read_spec(directives: Sequence[Directive], name: str, counts_from_history: bool = False) -> JobSpec | None:
     """Put the directives together; of two with one name the later wins, so append the command line's.
 
     Args:
         directives: of the script first, of the command line last.
         name: the script's name, for messages.
+        counts_from_history: whether past jobs were to say how many data workers, where nobody else does.
 
     Returns:
         None when there is no directive at all: the script is not ours.
 
     Raises:
         DirectiveError: unknown options and wrong values, all of them at once.
+        DataWorkersMissing: past jobs have not said how many, and nothing else is wrong.
     """
     if not directives:
         return None
@@ -282,6 +284,9 @@ def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
     needs_data_workers = [name for name in names if not name.startswith("checkpoint") and name not in _WITHOUT_WORKERS]
     # An unknown option may be this one misspelt.
     is_missing = names <= OPTIONS.keys() and bool(needs_data_workers) and "data-workers" not in names
+    if is_missing and not counts_from_history:
+        fields |= parse_value("data-workers", AUTO)
+        is_missing = False
     kind = DataWorkersMissing if is_missing and not problems else DirectiveError
     if is_missing:
         problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")

@@ -25,6 +25,9 @@ DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving
 NO_RESERVATION = "none"
 # As `gpu.orders.JobClass` has them.
 GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
+AUTO = "auto"
+# The elastic controller stops where more do not pay; this only bounds its mistakes.
+_AUTO_COUNTS = "0-16"
 _COUNTS_RULE = "MIN is at least 0, MAX at least 1 and not below MIN"
 _CHECKPOINT_RULE = (
     "--checkpoint=DIR and --checkpoint-size=SIZE belong together: the memory that checkpoints take counts into the "
@@ -58,8 +61,9 @@ _NUMBERS = (
 OPTIONS: Mapping[str, DirectiveOption] = {
     "data-workers": DirectiveOption(
         "MIN[-MAX]",
-        "data workers that start together with the trainer, and the most that may join later",
-        "required without --checkpoint",
+        "data workers that start together with the trainer, and the most that may join later; `auto`: as many as pay, "
+        "of 0-16",
+        "auto, where another option asks for data workers",
     ),
     "data-worker-cpus": DirectiveOption(
         "[MIN-]N",
@@ -379,9 +383,12 @@ def parse_value(name: str, text: str | None) -> dict[str, Any]:
     if text is None:
         return {name.replace("-", "_"): True}
     if name in ("data-workers", "gpu-data-workers"):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+        counts = _AUTO_COUNTS if (name, text) == ("data-workers", AUTO) else text
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", counts, re.ASCII)
         if not match:
-            raise ValueError("write MIN or MIN-MAX, such as 4, 2-8 or 0-8")
+            raise ValueError(
+                f"write MIN or MIN-MAX, such as 4, 2-8 or 0-8{', or auto' if name == 'data-workers' else ''}"
+            )
         low, high = int(match[1]), int(match[2] or match[1])
         if not low <= high > 0:
             raise ValueError(_COUNTS_RULE)

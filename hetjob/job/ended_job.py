@@ -121,15 +121,17 @@ def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
 
     Args:
         summary: of a run without Slurm.
-        data_workers: that the run had.
+        data_workers: that the run was to have; 0 where it was to find how many pay.
         cpus: of the host.
     """
     loaders = summary.get("loaders", [])
     steps, local, elapsed_s = (
         sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "local_steps", "elapsed_s")
     )
-    if not steps or not elapsed_s or not data_workers:
+    if not steps or not elapsed_s:
         return ""
+    if not data_workers:
+        return _next_after_auto(summary.get("elastic", {}).get("data_workers"), local > steps / 2)
     if local > steps / 2:
         return "most batches were made in the program: a longer run tells more, as data workers take seconds to start"
     share = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders) / elapsed_s
@@ -141,6 +143,14 @@ def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
     if needed <= cpus:
         return f"to wait less, try --data-workers={needed}"
     return f"to wait less, try --data-workers={cpus}, as many as this host has CPUs; about {needed} would be enough"
+
+
+def _next_after_auto(found: int | None, is_mostly_local: bool) -> str:
+    """The same after a run that was to find how many data workers pay, and was last at this number."""
+    if not found:
+        return "data workers of this host did not pay, or the run was too short to tell: --data-workers=1 tries one"
+    late = "; most batches were made before they came" if is_mostly_local else ""
+    return f"{found} data worker(s) paid{late}: --data-workers={found} begins with them"
 
 
 def _moved(loaders: Sequence[Mapping[str, Any]], steps: int) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.elastic.companions import TimeRequest
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
 from hetstream.hetjob.elastic.step_terms import Measuring, StepTerms, WaitsByDataWorkers
@@ -33,7 +34,7 @@ from hetstream.hetjob.master.memory import CompanionMemory, MemoryWatch, Trainer
 from hetstream.hetjob.measured import Measured
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit, SlurmClient
 from hetstream.mpi_dataworkers.dispatcher.client import StageLoad, load_of
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status, SteerDataWorkers
 
 # How fast data workers are and how many CPUs trainers use, from one look to the next. Called by `elastic.py`.
 
@@ -151,6 +152,37 @@ class Steering(Protocol):
         """Close the connection."""
 
 
+class Companions(Protocol):
+    """Data workers that join later: jobs, or processes of this host. Members as of `CompanionJobs`."""
+
+    device: Device
+    time: CompanionTime
+
+    @property
+    def job_id(self) -> str:
+        """Of the job whose companions they are."""
+
+    @property
+    def mark(self) -> str:
+        """The word by which the site daemon knows them."""
+
+    @property
+    def mb_per_cpu(self) -> float | None:
+        """Memory that each asks for."""
+
+    def submit(self, cpus: int, mb_per_cpu: int | None, node: str, asked: TimeRequest | None) -> str:
+        """Submit one, and return its id."""
+
+    def listed(self, known: Sequence[MarkedJob] | None = None) -> list[MarkedJob]:
+        """Those that are not over."""
+
+    def ask_for_less(self, job_id: str, asked: TimeRequest) -> None:
+        """Let one that waits start in a shorter hole."""
+
+    def cancel(self, job_id: str) -> None:
+        """End one."""
+
+
 @dataclass
 class _Tracked:
     """A companion job as this side knows it."""
@@ -184,7 +216,7 @@ class Elastic:
     def __init__(
         self,
         controller: Controller,
-        companions: CompanionJobs,
+        companions: Companions,
         fixed: int,
         connect: Callable[[], Steering],
         controller_state_file: ControllerStateFile,

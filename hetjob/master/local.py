@@ -11,22 +11,30 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import make_private
+from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.snapshot import Limits
 from hetstream.hetjob.errors import MasterError, ProgramNotFound
 from hetstream.hetjob.job.ended_job import read_summary
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child, temporary_directory
 from hetstream.hetjob.master.children import Service
+from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
+from hetstream.hetjob.master.elastic import Elastic
 from hetstream.hetjob.master.state import DISPATCHER, MasterState, Phase, data_worker, log_name
-from hetstream.hetjob.ports import Child
-from hetstream.mpi_dataworkers.process.config import environment_with_hash_seed
+from hetstream.hetjob.ports import Child, MarkedJob
+from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
+from hetstream.mpi_dataworkers.process.config import COMPANION, environment_with_hash_seed
+from hetstream.mpi_dataworkers.wire.messages import Device
 
-_READY_LIMIT_S = 30.0
+READY_LIMIT_S = 30.0
+_COOLDOWN_S = 7.0  # no queue is between a decision and a data worker; the rates show a change after 6 s
+_END_S, _LOOK_S = 5.0, 0.02  # a data worker that was told to ends within 2 s
 _IDLE_S = 5.0  # the program's end wakes the wait at once
 _SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
@@ -41,6 +49,7 @@ class LocalConfig:
         program: how hetstream is called: words, the first an absolute path.
         command: the user's program and its arguments.
         data_workers: how many; 0 makes the same batches in the program itself.
+        most_data_workers: that the elastic controller may have in their place, as many as pay; 0 without a controller.
         worker_processes: processes of each data worker.
         worker_threads: threads of each of these processes.
         show_logs: let the dispatcher and the data workers write to this process's output.
@@ -52,6 +61,7 @@ class LocalConfig:
     worker_processes: int = 1
     worker_threads: int = 1
     show_logs: bool = False
+    most_data_workers: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -126,7 +136,7 @@ def run_local(
     if shutil.which(config.command[0], path=environ.get("PATH")) is None:
         raise _not_found(config.command[0])
     with signals_held(_SIGNALS):
-        if config.data_workers == 0:
+        if config.data_workers == config.most_data_workers == 0:
             program = _start_program(config, dict(environ) | dict(hook_environment(None, environ)))
             return LocalResult(_attend(program, None))
         with temporary_directory() as directory:
@@ -148,7 +158,9 @@ def _run_with_service(
     directory: Path,
 ) -> LocalResult:
     make_private(directory)
-    service = Service(MasterState(config.data_workers), LocalLauncher(config, directory), directory / "address")
+    launcher = LocalLauncher(config, directory)
+    state = MasterState(config.data_workers, elastic=config.most_data_workers > 0)
+    service = Service(state, launcher, directory / "address")
     try:
         service.begin()
         interrupted = _await_dispatcher(service, directory)
@@ -158,12 +170,13 @@ def _run_with_service(
         returncode = _attend(_start_program(config, dict(environ) | dict(variables)), service)
     finally:
         service.finish("the program has ended")
-    return LocalResult(returncode, read_summary(directory / "dispatcher"))
+        launcher.close()
+    return LocalResult(returncode, {**read_summary(directory / "dispatcher"), **launcher.summary()})
 
 
 def _await_dispatcher(service: Service, directory: Path) -> int | None:
     """Wait until the dispatcher can be reached; return a signal's number if one came first."""
-    deadline = time.monotonic() + _READY_LIMIT_S
+    deadline = time.monotonic() + READY_LIMIT_S
     while service.phase is Phase.STARTING:
         received = service.wait(_SIGNALS)
         if received is not None:
@@ -171,7 +184,7 @@ def _await_dispatcher(service: Service, directory: Path) -> int | None:
         if time.monotonic() > deadline:
             said = (directory / "dispatcher.log").read_text(errors="replace").strip()[-2000:]
             raise MasterError(
-                f"the dispatcher was not ready within {_READY_LIMIT_S:g} s. It said: {said or 'nothing'}. "
+                f"the dispatcher was not ready within {READY_LIMIT_S:g} s. It said: {said or 'nothing'}. "
                 "Run it by hand: hetstream internal dispatcher --help"
             )
     return None
@@ -196,6 +209,62 @@ def _attend(program: Child, service: Service | None) -> int:
             program.send_signal(received.si_signo)
 
 
+class LocalCompanions:
+    """Data workers of this host in the place of companion jobs; see `hetstream.hetjob.master.companions`.
+
+    Args:
+        command_of: from its number to the command of each.
+
+    Attributes:
+        device, job_id, mark, mb_per_cpu, time: as of companion jobs; nothing bounds their memory or time.
+    """
+
+    device: Device = "cpu"
+    job_id = mark = ""
+    mb_per_cpu = None
+
+    def __init__(self, command_of: Callable[[int], Sequence[str]]) -> None:
+        self._command_of = command_of
+        self._children: dict[str, Child] = {}
+        self._num_submitted = 0
+        self.time = CompanionTime(None)
+
+    def submit(self, *_: object) -> str:
+        """Start one, and return its name.
+
+        Raises:
+            MasterError: it cannot be started.
+        """
+        number, self._num_submitted = self._num_submitted, self._num_submitted + 1
+        name = f"local-{number}"
+        environ = environment_with_hash_seed() or os.environ
+        try:
+            self._children[name] = start_child(self._command_of(number), env={**environ, COMPANION: name})
+        except OSError as error:
+            raise MasterError(f"no data worker can be started: {error}") from error
+        return name
+
+    def listed(self, _: object = None) -> list[MarkedJob]:
+        """Those that have not ended."""
+        self._children = {name: child for name, child in self._children.items() if child.poll() is None}
+        return [MarkedJob(name, "RUNNING", 1) for name in self._children]
+
+    def ask_for_less(self, *_: object) -> None:
+        """None waits for a hole."""
+
+    def cancel(self, name: str) -> None:
+        """End one, and wait for it."""
+        child = self._children.pop(name, None)
+        if child is None:
+            return
+        child.terminate()
+        deadline = time.monotonic() + _END_S
+        while child.poll() is None:
+            if time.monotonic() > deadline:
+                child.kill()
+            time.sleep(_LOOK_S)
+
+
 class LocalLauncher:
     """Starts everything as processes of this host.
 
@@ -207,6 +276,7 @@ class LocalLauncher:
     def __init__(self, config: LocalConfig, directory: Path) -> None:
         self._config = config
         self._directory = directory
+        self._elastic: Elastic | None = None
 
     def dispatcher(self) -> Child:
         """Start the dispatcher."""
@@ -214,17 +284,41 @@ class LocalLauncher:
 
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
-        arguments, log = self._config.data_worker_words(self._directory), self.log_of(data_worker(index))
-        arguments += [] if log is None else ["--log", str(log)]
         # The seed, else it would start itself anew. What samples write is the program's output.
-        return start_child(arguments, env=environment_with_hash_seed())
+        return start_child(self._data_worker_words(index), env=environment_with_hash_seed())
+
+    def _data_worker_words(self, index: int) -> list[str]:
+        log = self.log_of(data_worker(index))
+        return [*self._config.data_worker_words(self._directory), *([] if log is None else ["--log", str(log)])]
 
     def begin_elastic(self) -> None:
-        """A local run has no companions."""
-        raise NotImplementedError("companions without Slurm")
+        """Let the controller find how many data workers pay."""
+        limits = Limits(0, self._config.most_data_workers, cooldown_s=_COOLDOWN_S)
+        self._elastic = Elastic(
+            Controller(limits),
+            LocalCompanions(self._data_worker_words),
+            fixed=0,
+            connect=lambda: StatusClient(running_service(self._directory / "address")),
+            controller_state_file=ControllerStateFile(self._directory / "controller.json"),
+        )
+        self._elastic.begin()
 
     def end_elastic(self) -> None:
-        """There is no controller."""
+        """Ask the controller to end."""
+        if self._elastic is not None:
+            self._elastic.stop()
+
+    def close(self) -> None:
+        """Wait until the controller and its data workers have ended."""
+        if self._elastic is not None:
+            self._elastic.join()
+
+    def summary(self) -> dict[str, Any]:
+        """What the controller found out, as in the summary of a job."""
+        if self._elastic is None:
+            return {}
+        of_jobs = ("companions", "companion_cpu_s", "companion_cpu_s_in_holes")
+        return {"elastic": {name: value for name, value in self._elastic.summary().items() if name not in of_jobs}}
 
     def log_of(self, name: str) -> Path | None:
         """The file that a child's output goes to, for as long as the run lasts."""

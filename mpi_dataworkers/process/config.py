@@ -73,6 +73,8 @@ _PYTHON_ENVIRONMENT = (
     *("LOADEDMODULES", "MODULEPATH", "_LMFILES_", "EBROOT*", "SPACK_ENV"),
 )
 # Python orders sets of text, and gives `hash()` of text, by a number that it draws at its start, unless this names one.
+# In a data worker of a local run: its name, as a companion job has its id.
+COMPANION = "HETSTREAM_COMPANION"
 _HASH_SEED = "PYTHONHASHSEED"
 # Of these, those that are lists of directories, and those that are one.
 PATH_LISTS, PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"), ("PYTHONHOME", "PYTHONUSERBASE")
@@ -169,8 +171,8 @@ def memory_of_task_from_environment(environ: Mapping[str, str] = os.environ) -> 
 
 
 def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """Id of the Slurm job that this process belongs to; "" outside of Slurm."""
-    return environ.get("SLURM_JOB_ID", "")
+    """Id of the Slurm job that this process belongs to, or the name that a local run gave it; "" for neither."""
+    return environ.get(COMPANION) or environ.get("SLURM_JOB_ID", "")
 
 
 def _is_named(name: str, names: tuple[str, ...]) -> bool:

@@ -20,7 +20,7 @@ from hetstream.hetjob.convert.directives import (
 )
 from hetstream.hetjob.convert.sbatch_options import parse_words
 from hetstream.hetjob.convert.spec import OPTIONS, WITH_VALUE, JobSpec, written
-from hetstream.hetjob.errors import DirectiveError
+from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 
 
 def spec_of(script: str, *command_line: str) -> JobSpec | None:
@@ -123,12 +123,12 @@ def test_a_spec_keeps_the_same_rules() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--data-worker-cpus=0", "--data-worker-cpus=0: at least 1; line 2: --data-workers=MIN[-MAX] is missing"),
-        ("--data-worker-cpus=4", "line 2: --data-workers=MIN[-MAX] is missing"),
+        ("--data-worker-cpus=0", "--data-worker-cpus=0: at least 1"),
+        ("--data-workers=all", "line 2: --data-workers=all: write MIN or MIN-MAX, such as 4, 2-8 or 0-8, or auto"),
+        ("--data-workers=2 --gpu-data-workers=auto", "such as 4, 2-8 or 0-8"),
         ("--data-workers=8-2", "not below MIN"),
         ("--data-workers=2 --offload=some", "line 2: --offload=some: one of off, auto, all"),
         ("--data-workers=2 --offload", "line 2: --offload needs a value: --offload=HOW"),
-        ("--offload=auto", "line 2: --data-workers=MIN[-MAX] is missing"),
         ("--data-workers=0", "line 2: --data-workers=0: MIN is at least 0, MAX at least 1"),
         ("--data-workers=2 --data-worker-cpus=0", "line 2: --data-worker-cpus=0: at least 1"),
         ("--data-workers=2 --trainer-cpus=-1", "write a whole number"),
@@ -142,7 +142,6 @@ def test_a_spec_keeps_the_same_rules() -> None:
         ("--checkpoint=c --checkpoint-size=8G --checkpoint-shared=9000M", "at most --checkpoint-size=8G, of which it"),
         ("--checkpoint=ckpt --checkpoint-size=8G --checkpoint-replicas=2", "--checkpoint-replicas=2: 0 or 1"),
         ("--data-workers=2 --checkpoint-replicas=1", "--checkpoint-replicas=1: only with --checkpoint=DIR"),
-        ("--checkpoint=ckpt --checkpoint-size=8G --trainer-cpus=2", "--data-workers=MIN[-MAX] is missing"),
         ("--checkpiont=ckpt --checkpoint-size=8G", "did you mean --checkpoint?"),
         ("", "line 2: #HETSTREAM without an option"),
         ("# --data-workers=2", "line 2: #HETSTREAM without an option"),
@@ -198,5 +197,26 @@ def test_an_option_without_a_value() -> None:
     for written_so in ("--stream-in-process-loaders=1", "--stream-in-process-loaders yes"):
         with pytest.raises(DirectiveError, match=r"line 3: --stream-in-process-loaders=\w+: takes no value"):
             spec_of(f"{script}#HETSTREAM {written_so}\n")
-    with pytest.raises(DirectiveError, match=r"--data-workers=MIN.* is missing"):
-        spec_of("#!/bin/bash\n#HETSTREAM --stream-in-process-loaders\n")
+
+
+@pytest.mark.shows("a script that asks for data workers needs no number: `auto` is as many as pay")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--data-workers=auto",
+        "--data-worker-cpus=2",
+        "--offload=auto",
+        "--checkpoint=c --checkpoint-size=8G --trainer-cpus=2",
+    ],
+)
+def test_without_a_number_the_controller_finds_how_many_pay(words: str) -> None:
+    directives = read_directives(f"#!/bin/sh\n#HETSTREAM {words}\n", "train.sbatch")
+    spec = read_spec(directives, "train.sbatch")
+    assert spec is not None
+    assert (spec.data_workers_min, spec.data_workers_max) == (0, 16)
+
+
+def test_what_past_jobs_were_to_say_is_not_made_up() -> None:
+    directives = read_directives("#!/bin/sh\n#HETSTREAM --data-worker-cpus=2\n", "train.sbatch")
+    with pytest.raises(DataWorkersMissing, match=r"line 2: --data-workers=MIN\[-MAX\] is missing"):
+        read_spec(directives, "train.sbatch", counts_from_history=True)

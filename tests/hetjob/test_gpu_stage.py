@@ -86,7 +86,6 @@ def test_the_conversion_says_what_comes() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--gpu-data-workers=2", "--data-workers=MIN[-MAX] is missing"),
         ("--data-workers=2 --gpu-data-workers=3-1", "not below MIN"),
         ("--data-workers=2 --gpu-data-workers=many", "write MIN or MIN-MAX"),
         ("--data-workers=2 --gpu-data-workers=1 --gpu-data-worker-gres=gpu:2", "one GPU, such as gpu:1 or gpu:a100:1"),

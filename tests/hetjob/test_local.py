@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.errors import ProgramNotFound
+from hetstream.hetjob.errors import MasterError, ProgramNotFound
 from hetstream.hetjob.job.ended_job import next_try, summary_line
-from hetstream.hetjob.master.local import LocalConfig, LocalResult, run_local
+from hetstream.hetjob.master.local import LocalCompanions, LocalConfig, LocalResult, run_local
 from hetstream.slurm_plugin.cli import main
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
@@ -263,6 +263,57 @@ def test_a_real_program_streams(tmp_path: Path) -> None:
     assert (tmp_path / "streamed").read_text() == (tmp_path / "local").read_text()
     assert "1 loader(s), 80 steps, 1280 samples, 0 steps made in the trainer" in done.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["returncode"] == 0
+
+
+WAITING = """
+import time
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 10_000
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return index
+
+if __name__ == "__main__":
+    given, began = [], time.monotonic()
+    for batch in DataLoader(Slow(), batch_size=4, num_workers=1):
+        given += batch.tolist()
+        if time.monotonic() - began > 20:
+            break
+        time.sleep(0.005)
+    print(given == [*range(len(given))])
+"""
+
+
+@pytest.mark.shows("`hetstream run` needs no number: data workers come while they pay")
+def test_without_a_number_data_workers_come_where_the_trainer_waits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WAITING)
+    words = [HETSTREAM, "run", "--json", "summary.json", sys.executable, "train.py"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "True\n"
+    found = json.loads((tmp_path / "summary.json").read_text())["elastic"]
+    first = found["decisions"][0]
+    assert (first["action"], first["data_workers_before"]) == ("grow", 0)
+    assert "with local loading" in first["reason"]
+    assert f"{found['data_workers']} data worker(s) paid" in done.stderr
+    assert "INFO" not in done.stderr
+
+
+def test_data_workers_of_this_host_stand_in_for_companion_jobs(tmp_path: Path, wait_until: WaitUntil) -> None:
+    companions = LocalCompanions(lambda number: ["sh", "-c", f"echo $HETSTREAM_COMPANION > {number}; exec sleep 60"])
+    names = [companions.submit(), companions.submit()]
+    wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text(), what="the second data worker")
+    assert (tmp_path / "1").read_text().strip() == names[1]
+    assert [job.job_id for job in companions.listed()] == names
+    companions.cancel(names[0])
+    companions.cancel("of nobody")
+    assert [job.job_id for job in companions.listed()] == names[1:]
+    companions.cancel(names[1])
+    assert companions.listed() == []
+    with pytest.raises(MasterError, match="no data worker can be started"):
+        LocalCompanions(lambda _: ["/nowhere"]).submit()
 
 
 PRINTING = """

@@ -1,0 +1,82 @@
+"""Data workers of this host for the loaders of a block, as in a notebook: `with hetstream.data_workers(2):`.
+
+The service is that of `hetstream run`. It is kept in a thread, as the main thread runs the block.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hetstream.base.errors import UsageError
+from hetstream.base.files import make_private
+from hetstream.hetjob.errors import MasterError
+from hetstream.hetjob.job.processes import signals_held, temporary_directory
+from hetstream.hetjob.master.children import Service
+from hetstream.hetjob.master.local import READY_LIMIT_S, LocalConfig, LocalLauncher
+from hetstream.hetjob.master.state import MasterState, Phase
+
+_SERVICE = "HETSTREAM_SERVICE"
+# How long the thread may be late to see the end of the block; a child that ends wakes nobody here.
+_LOOK_S = 0.2
+
+
+@contextmanager
+def data_workers(count: int, processes: int = 1) -> Iterator[None]:
+    """Have data workers on this host make the batches of `hetstream.DataLoader`s that are made in a block.
+
+        with hetstream.data_workers(2):
+            for batch in DataLoader(dataset, batch_size=64): ...
+
+    Batches are the same as without. Nothing is left running behind the block, nor when the process is killed.
+
+    Args:
+        count: data workers, at least 1.
+        processes: of each.
+
+    Raises:
+        UsageError: the numbers cannot be meant.
+        MasterError: the service did not start, or there is one already.
+    """
+    if os.environ.get(_SERVICE):
+        raise MasterError(f"this program has data workers already ({_SERVICE} is set): leave out `data_workers`")
+    if count < 1:
+        raise UsageError(f"data_workers({count!r}): at least 1")
+    config = LocalConfig((sys.executable, "-m", "hetstream"), (sys.executable,), count, processes)
+    with temporary_directory() as directory:
+        make_private(directory)
+        address = directory / "address"
+        state = MasterState(config.data_workers)
+        service = Service(state, LocalLauncher(config, directory), address)
+        is_over, is_ready = threading.Event(), threading.Event()
+        thread = threading.Thread(target=_keep, args=(service, is_over, is_ready), name="hetstream-service")
+        thread.start()
+        try:
+            if not is_ready.wait(READY_LIMIT_S) or service.phase is not Phase.RUNNING:
+                log = LocalLauncher(config, directory).log_of("dispatcher")
+                text = log.read_text(errors="replace").strip()[-2000:] if log is not None and log.exists() else ""
+                raise MasterError(
+                    f"the dispatcher was not ready within {READY_LIMIT_S:g} s. It said: {text or 'nothing'}"
+                )
+            os.environ[_SERVICE] = f"file:{address}"
+            try:
+                yield
+            finally:
+                os.environ.pop(_SERVICE, None)
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def _keep(service: Service, is_over: threading.Event, is_ready: threading.Event) -> None:
+    """Start the children, replace those that die, and end them all. They die with this thread, should it ever end."""
+    with signals_held(()):
+        service.begin()
+        while not is_over.is_set():
+            service.wait((), _LOOK_S)
+            if service.phase is not Phase.STARTING:
+                is_ready.set()
+        service.finish("the block is over")

@@ -345,3 +345,9 @@ def test_the_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
     assert len(found) > 20
     for text in found:
         assert text.partition(" on HOST")[0] in source, text
+
+
+def test_each_page_is_once_in_the_list_of_the_site() -> None:
+    listed = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(page for page in pages if not page.startswith("measured/"))

@@ -203,8 +203,14 @@ class _Programs:
         argv += ["--gpu", gpu, "--socket", str(self.socket)]
         with subprocess.Popen(argv, stderr=subprocess.PIPE, preexec_fn=_ends_with_this()) as process:
             assert process.stderr is not None
-            process.stderr.readline()
+            said = b""
             try:
+                for line in process.stderr:  # it says when it listens
+                    said += line
+                    if line.startswith(b"coordinating"):
+                        break
+                else:
+                    raise HetstreamError(f"the coordinator did not start: {said.decode()[-500:]}")
                 yield process
             finally:
                 process.terminate()

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _NEEDED = (
     "hetstream.mpi_dataworkers.gpu_features.corun",
     "hetstream.checkpoint.flash.checkpointer",
 )
+# Programs that stages start as users do.
+_COMMAND = (sys.executable, "-m", "hetstream", "internal", "coordinator", "--help")
 # One stage or another needs these; the others go on without.
 _USEFUL = ("triton", "pynvml", "pytest", "pytest_timeout", "hypothesis", "PIL", "scipy", "torchvision")
 
@@ -32,6 +35,9 @@ _USEFUL = ("triton", "pynvml", "pytest", "pytest_timeout", "hypothesis", "PIL", 
 def main() -> int:
     """Look, and print."""
     missing = {name: why for name in (*_NEEDED, *_USEFUL) if (why := _why_not(name))}
+    done = subprocess.run(_COMMAND, capture_output=True, text=True, check=False)
+    if done.returncode:
+        missing[_NEEDED[-1]] = f"hetstream internal coordinator: {done.stderr.strip()[-300:]}"
     found = {**_machine(), **_torch()}
     summary = f"Python {found['python']}, torch {found['torch']}, triton {found['triton']}, {found['cores']} cores"
     print(json.dumps({"summary": summary, **found, "missing": missing}))

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.clients.gpu_training import end
-from hetstream.hetjob.gpu.cuda import HostPool
+from hetstream.hetjob.gpu.cuda import CudaGpu, HostPool, Launches
 from hetstream.slurm_plugin.coordinator.gpus import driver, resume, suspend
 
 _COPIED_BYTES = 2**28
@@ -238,6 +238,20 @@ def _launch_rate() -> tuple[float, str]:
     return _seconds(lambda: [tensor.add_(1) for _ in range(1000)]) * 1e6 / 1000, "us"
 
 
+def _hooked_rate() -> tuple[float, str]:
+    """An operator of an opportunistic job, which passes by an agent's hooks, against one without."""
+    tensor, gpu = torch.zeros(1, device="cuda"), CudaGpu("")
+
+    def launch() -> None:
+        for _ in range(1000):
+            tensor.add_(1)
+
+    bare_s = _seconds(launch)
+    with Launches(lambda: None, gpu.launched):
+        hooked_s = _seconds(launch)
+    return hooked_s / bare_s, f"x time; {hooked_s * 1e3:.1f} us an operator"
+
+
 def _mps() -> tuple[float, str]:
     if shutil.which("nvidia-cuda-mps-control") is None:
         raise RuntimeError("no nvidia-cuda-mps-control in PATH")
@@ -254,6 +268,7 @@ FACTS: dict[str, Callable[[], tuple[float, str]]] = {
     "pinned copies to the GPU": _copy_rate,
     "pinning memory": _pin_rate,
     "a launch": _launch_rate,
+    "a launch with an agent's hooks / without": _hooked_rate,
     "a product of matrices on the host's pool / on the GPU": _matrices_on_host,
     "a convolution on the host's pool / on the GPU": _convolution_on_host,
     "a copy from the host's pool / on the GPU": _copy_on_host,

@@ -13,10 +13,10 @@ import stat
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import hetstream
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
@@ -176,7 +176,7 @@ def documents(prefix: Path) -> dict[Path, str]:
 
     parser = build_parser()
     help_texts = {verb: _own_help(verb) for verb, sub in verbs_of(parser).items() if not sub.add_help}
-    pages = man_pages(parser, VERBS, help_texts, version("hetstream"))
+    pages = man_pages(parser, VERBS, help_texts, hetstream.__version__)
     return {
         **{prefix / "share/man/man1" / name: text for name, text in pages.items()},
         prefix / "share/bash-completion/completions/hetstream": bash_completion(parser, help_texts),

@@ -35,6 +35,7 @@ from benchmarks.gpu_laws import (
 from benchmarks.gpu_machines import CLIENTS, ON_CUDA, CudaMachine, Machine, OutOfTime, Run, Training, why_no_gpu
 from benchmarks.harness import Row
 from benchmarks.rap_mps import mps_service
+from hetstream import HetstreamError
 from tests.conftest import WaitUntil
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -388,6 +389,14 @@ def test_mps_is_there_as_long_as_it_is_used(tmp_path: Path, monkeypatch: pytest.
 def test_mps_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mps_control(tmp_path, monkeypatch, "echo no such device >&2; exit 1")
     with pytest.raises(RuntimeError, match="MPS: no such device"), mps_service():
+        pass
+
+
+def test_a_coordinator_that_does_not_start_is_told_at_once(tmp_path: Path) -> None:
+    node = object.__new__(CudaMachine)
+    node.socket = tmp_path / "gpu.sock"
+    says = "the coordinator did not start: .*--gpu nonsense"
+    with pytest.raises(HetstreamError, match=says), node._coordinated("nonsense"):
         pass
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, sparse
 
-from hetstream.mpi_dataworkers.gpu_features.schedule import Cost, Kernel, Placement, Problem, cost_of
+from hetstream.mpi_dataworkers.gpu_features.schedule import Cost, Kernel, OperationPlacement, Problem, cost_of
 
 _SCALE = 1e6  # its tolerances are made for numbers near 1: seconds become microseconds
 
@@ -73,7 +73,7 @@ def solve(problem: Problem, steps: Sequence[int], limit_s: float) -> Solved:
         steps: how many each layer has.
         limit_s: of HiGHS; making the program is not counted.
     """
-    grid = Placement(problem, steps)
+    grid = OperationPlacement(problem, steps)
     num, last = len(problem.operations), grid.num_steps - 1
     kernels_at = num * (last + 1)
     exposed_at = kernels_at + len(grid.kinds) * (last + 1)
@@ -106,7 +106,7 @@ def solve(problem: Problem, steps: Sequence[int], limit_s: float) -> Solved:
     return Solved(kernels, cost_of(problem, kernels), result.status == 0, bound_s, spent_s)
 
 
-def _constraints(grid: Placement, kernels_at: int, exposed_at: int) -> _Rows:
+def _constraints(grid: OperationPlacement, kernels_at: int, exposed_at: int) -> _Rows:
     problem, rows, num_steps = grid.problem, _Rows(), grid.num_steps
 
     def run_at(at: int, step: int, value: float) -> list[tuple[int, float]]:

@@ -22,7 +22,7 @@ from benchmarks.rap_plans import PLANS, TERABYTE_IDS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
 from hetstream.mpi_dataworkers.features.operators import Ngram
 from hetstream.mpi_dataworkers.gpu_features import launches as mapping
-from hetstream.mpi_dataworkers.gpu_features.launches import Cluster, Exchange, Mapping, Model, Sparse
+from hetstream.mpi_dataworkers.gpu_features.launches import Exchange, GpuGroup, Mapping, Model, Sparse
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, length_after, operations_of
 from hetstream.mpi_dataworkers.gpu_features.schedule import Operation, Problem
 from hetstream.mpi_dataworkers.gpu_features.search import gather, search
@@ -95,11 +95,11 @@ def model_of(skew: int, pressure: float, list_length: float, seed: int = 0, *, a
     return Model(cluster_of(factor), model.sparse, dense)
 
 
-def cluster_of(factor: float) -> Cluster:
+def cluster_of(factor: float) -> GpuGroup:
     """Eight GPUs whose model takes, and leaves, so many times what the published one does."""
     found = tuple(scaled(layer, factor) for layer in layers())
     quiet_s = sum(layer.duration_s for layer in found if layer.name in QUIET_LAYERS)
-    return Cluster(GPUS, found, A100.launch_s, LINK_BYTES_PER_S, MESSAGE_S, quiet_s)
+    return GpuGroup(GPUS, found, A100.launch_s, LINK_BYTES_PER_S, MESSAGE_S, quiet_s)
 
 
 def slowdown() -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement
+from hetstream.slurm_plugin.packing.decide import PackedStart, PackingPlan
 from hetstream.slurm_plugin.packing.decide import decide as packer_decide
 from hetstream.slurm_plugin.packing.state import GpuNode, PackingRules, PackingState, Place, WaitingJob
 from hetstream.slurm_plugin.simulate.sharing import GpuLoad, PackingOptions
@@ -79,7 +79,7 @@ def _in_order(state: PackingState, most_on_a_gpu: int, is_strict: bool = True) -
             if is_strict:
                 break
             continue
-        placements.append(Placement(job.job, place, "in its order"))
+        placements.append(PackedStart(job.job, place, "in its order"))
         for gpu in place.gpus():
             jobs[gpu] += 1
             free[gpu] -= job.gpu_bytes

@@ -43,7 +43,7 @@ from hetstream.checkpoint.errors import (
 )
 from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.policy.interval import Attempt
-from hetstream.checkpoint.policy.retention import Retention, Saved, Verdict, judge
+from hetstream.checkpoint.policy.retention import Retention, RetentionDecision, Saved, judge
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage, is_newest_removed
 
@@ -348,7 +348,7 @@ class CheckpointDirectory:
             mark(self.path, generation, "; ".join(problems))
         return problems
 
-    def retain(self, rule: Retention) -> list[Verdict]:
+    def retain(self, rule: Retention) -> list[RetentionDecision]:
         """Remove what a rule does not keep, except what is being read; one verdict each, oldest first. What was left
         behind is not counted and stays: `remove_left_behind`. So does what another release wrote."""
         lineage = self.lineage()

@@ -415,7 +415,7 @@ _MAX_REQUEST_BYTES = 64 << 10
 _GRACE_S = 1.0
 
 
-class Request(msgspec.Struct, frozen=True):
+class HandoverRequest(msgspec.Struct, frozen=True):
     """A job wants the directory of another.
 
     Attributes:
@@ -429,16 +429,16 @@ class Request(msgspec.Struct, frozen=True):
     time_s: float
 
 
-def read_request(path: Path) -> Request | None:
+def read_request(path: Path) -> HandoverRequest | None:
     """The newest request; None if there is none. Cheap: an owner looks about once a second."""
     try:
         with Directory.open(path) as root:
-            return typed_json.decode(root.read(_REQUEST, _MAX_REQUEST_BYTES), Request)
+            return typed_json.decode(root.read(_REQUEST, _MAX_REQUEST_BYTES), HandoverRequest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def living_request(path: Path) -> Request | None:
+def living_request(path: Path) -> HandoverRequest | None:
     """The request of a living process."""
     request = read_request(path)
     if request is None:
@@ -474,7 +474,7 @@ class Claim:
         """Ask an owner, in place of any that was asked before."""
         with Directory.open(self._path) as root:
             root.check_own()
-            root.write_whole(_REQUEST, msgspec.json.encode(Request(attempt, self._successor, now_s)))
+            root.write_whole(_REQUEST, msgspec.json.encode(HandoverRequest(attempt, self._successor, now_s)))
         reach("handover.asked")
 
     def withdraw(self) -> None:

@@ -1,6 +1,6 @@
 """What all ranks can restore, newest first: the communication behind `record/agreement.py`.
 
-Called by `destinations.py`. Each rank offers what it has, all choose the same generation, and try it (`Trial`).
+Called by `destinations.py`. Each rank offers what it has, all choose the same generation, and try it (`RestoreTrial`).
 If it is not whole on every rank, they choose the next one.
 """
 
@@ -107,7 +107,7 @@ class Sources:
     host: Host | None = None
 
 
-class Trial:
+class RestoreTrial:
     """A choice of all ranks, tried on one of them.
 
     Args:
@@ -268,7 +268,7 @@ class RestoreCandidates:
                     raise self._none_usable(choice.notes)
                 return None
             together(self.ranks, destination.begin)
-            outcome = Trial(self.ranks, self.sources, choice, destination).run()
+            outcome = RestoreTrial(self.ranks, self.sources, choice, destination).run()
             if isinstance(outcome, Applied):
                 return choice
             tries.note(choice.generation, choice.sources[self.ranks.rank], outcome)

@@ -52,9 +52,9 @@ from hetstream.checkpoint.flash.storage import CheckpointStorage
 from hetstream.checkpoint.memory.store_files import WriterStatus
 from hetstream.checkpoint.policy.interval import (
     Adaptive,
-    Decision,
     Every,
     FailureHistory,
+    IntervalDecision,
     Schedule,
     agree_on_interval,
     rounded_duration,
@@ -131,7 +131,7 @@ class Timing:
             self._due_step = None
         return schedule.is_due(step, now_s, alone=self._ranks.world_size == 1)
 
-    def _say_chosen(self, decision: Decision) -> None:
+    def _say_chosen(self, decision: IntervalDecision) -> None:
         """Say once how often there will be saves: the program did not, or only in seconds. Why is in `stats()`."""
         often = "step" if decision.num_steps == 1 else f"{decision.num_steps} steps"
         lasts = "" if decision.interval_s is None else f" ({rounded_duration(decision.interval_s)})"

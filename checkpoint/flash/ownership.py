@@ -60,7 +60,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class OwnerAnswer:
     """What the owner does.
 
     Attributes:
@@ -72,7 +72,7 @@ class Answer:
     reason: str
 
 
-def answer(attempt: int, asked: Asked | None) -> Answer:
+def answer(attempt: int, asked: Asked | None) -> OwnerAnswer:
     """What an owner says to a request.
 
     Args:
@@ -80,12 +80,12 @@ def answer(attempt: int, asked: Asked | None) -> Answer:
         asked: the request; None if there is none.
     """
     if asked is None:
-        return Answer(False, "nobody asks")
+        return OwnerAnswer(False, "nobody asks")
     if asked.attempt != attempt:
-        return Answer(False, f"{asked.successor} asks attempt {asked.attempt}, this is attempt {attempt}")
+        return OwnerAnswer(False, f"{asked.successor} asks attempt {asked.attempt}, this is attempt {attempt}")
     if not asked.is_live:
-        return Answer(False, f"{asked.successor} asked and has died since, or gave up")
-    return Answer(True, f"hand-over to {asked.successor}")
+        return OwnerAnswer(False, f"{asked.successor} asked and has died since, or gave up")
+    return OwnerAnswer(True, f"hand-over to {asked.successor}")
 
 
 @dataclass(frozen=True)
@@ -135,30 +135,30 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Decision:
+class StartDecision:
     """What a start does and why."""
 
     action: Action
     reason: str
 
 
-def decide(taking: Taking, seen: Seen) -> Decision:
+def decide(taking: Taking, seen: Seen) -> StartDecision:
     """What a start does about a directory that it could not take."""
     if seen.other_successor:
         # Also when it is free: it was handed over to the other one, or its owner died while the other one waited.
-        return Decision(Action.REFUSE, f"it is being handed over to {seen.other_successor}")
+        return StartDecision(Action.REFUSE, f"it is being handed over to {seen.other_successor}")
     owner = seen.owner or "a process that does not say who it is"
     if not taking.takes_over:
-        return Decision(Action.REFUSE, f"it is in use by {owner}")
+        return StartDecision(Action.REFUSE, f"it is in use by {owner}")
     if seen.owner_job != taking.takes_over:
-        return Decision(Action.REFUSE, f"it is in use by {owner}, and not by job {taking.takes_over}")
+        return StartDecision(Action.REFUSE, f"it is in use by {owner}, and not by job {taking.takes_over}")
     if not taking.is_ready:
-        return Decision(Action.LATER, f"{owner} trains until this job is initialised")
+        return StartDecision(Action.LATER, f"{owner} trains until this job is initialised")
     if taking.asked_attempt and taking.waited_s >= taking.timeout_s:
-        return Decision(Action.GIVE_UP, f"{owner} was asked {taking.waited_s:.0f} s ago and still has it")
+        return StartDecision(Action.GIVE_UP, f"{owner} was asked {taking.waited_s:.0f} s ago and still has it")
     if taking.asked_attempt != seen.owner_attempt:
-        return Decision(Action.ASK, f"{owner} has it")
-    return Decision(Action.WAIT, f"{owner} was asked {taking.waited_s:.0f} s ago")
+        return StartDecision(Action.ASK, f"{owner} has it")
+    return StartDecision(Action.WAIT, f"{owner} was asked {taking.waited_s:.0f} s ago")
 
 
 _ACQUISITION_POLL_S, _DISK_POLL_S = 0.02, 0.01

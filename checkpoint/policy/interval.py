@@ -120,7 +120,7 @@ class FailureHistory:
 
 
 @dataclass(frozen=True)
-class Decision:
+class IntervalDecision:
     """How long to train until the next save.
 
     Attributes:
@@ -149,7 +149,7 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mtbf_s: float) -> Decision:
+def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mtbf_s: float) -> IntervalDecision:
     """Choose the interval from measurements.
 
     Args:
@@ -174,10 +174,10 @@ def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mt
         "persist": f"a generation takes {rounded_duration(persist_s)} to disk",
     }[bound_by]
     reason = f"every {num_steps} step(s) of {rounded_duration(step_s)}, {rounded_duration(interval_s)}: {because}"
-    return Decision(num_steps, interval_s, bound_by, reason)
+    return IntervalDecision(num_steps, interval_s, bound_by, reason)
 
 
-def agree_on_interval(decisions: Sequence[Decision]) -> Decision:
+def agree_on_interval(decisions: Sequence[IntervalDecision]) -> IntervalDecision:
     """The one decision of all ranks: that of the rank which wants to save least often, the lowest of equals."""
     return max(decisions, key=lambda decision: decision.num_steps)
 
@@ -201,13 +201,13 @@ class Schedule:
     now_s: float
     history: FailureHistory = FailureHistory()
     started_s: float = field(init=False)
-    decision: Decision = field(init=False)
+    decision: IntervalDecision = field(init=False)
     _costs_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
     _persists_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
 
     def __post_init__(self) -> None:
         self.started_s = self.now_s
-        self.decision = Decision(1, None, "first", "one step: what a save and a step cost is not known yet")
+        self.decision = IntervalDecision(1, None, "first", "one step: what a save and a step cost is not known yet")
         if isinstance(self.rule, Every) and self.rule.num_steps:
             self.decision = _fixed(self.rule, 0.0)
 
@@ -232,7 +232,7 @@ class Schedule:
         """A generation has got to disk, `persist_s` after the checkpoint writer took it up."""
         self._persists_s.append(persist_s)
 
-    def propose(self, step: int, blocked_s: float, now_s: float, once_s: float = 0.0) -> Decision:
+    def propose(self, step: int, blocked_s: float, now_s: float, once_s: float = 0.0) -> IntervalDecision:
         """What this rank would do after a save.
 
         Args:
@@ -254,18 +254,18 @@ class Schedule:
             mtbf_s=self.history.mtbf_s(self.rule.mtbf_s, now_s - self.started_s),
         )
 
-    def adopt(self, decision: Decision, step: int, now_s: float) -> None:
+    def adopt(self, decision: IntervalDecision, step: int, now_s: float) -> None:
         """Count from the save of `step` on, with the decision that all ranks share."""
         self.decision, self.step, self.now_s = decision, step, now_s
 
 
-def _fixed(rule: Every, step_s: float) -> Decision:
+def _fixed(rule: Every, step_s: float) -> IntervalDecision:
     if rule.num_steps:
-        return Decision(rule.num_steps, None, "fixed", f"every {rule.num_steps} step(s), as asked")
+        return IntervalDecision(rule.num_steps, None, "fixed", f"every {rule.num_steps} step(s), as asked")
     assert rule.seconds
     num_steps = max(1, math.ceil(rule.seconds / step_s)) if step_s > 0 else 1
     reason = f"every {rounded_duration(rule.seconds)}, as asked: {num_steps} step(s) of {rounded_duration(step_s)}"
-    return Decision(num_steps, rule.seconds, "fixed", reason)
+    return IntervalDecision(num_steps, rule.seconds, "fixed", reason)
 
 
 def rounded_duration(seconds: float) -> str:

@@ -88,7 +88,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RetentionDecision:
     """What becomes of one checkpoint.
 
     Attributes:
@@ -102,7 +102,7 @@ class Verdict:
     reason: str
 
 
-def judge(checkpoints: Iterable[Saved], rule: Retention, being_read: Collection[Saved] = ()) -> list[Verdict]:
+def judge(checkpoints: Iterable[Saved], rule: Retention, being_read: Collection[Saved] = ()) -> list[RetentionDecision]:
     """Decide on every checkpoint of a directory.
 
     Args:
@@ -120,18 +120,18 @@ def judge(checkpoints: Iterable[Saved], rule: Retention, being_read: Collection[
     verdicts = []
     for saved in ordered:
         if saved == newest:
-            verdict = Verdict(saved, True, "the newest good one")
+            verdict = RetentionDecision(saved, True, "the newest good one")
         elif newest is None or saved > newest:
-            verdict = Verdict(saved, True, "damaged, but there is no good one as new")
+            verdict = RetentionDecision(saved, True, "damaged, but there is no good one as new")
         elif saved in wanted:
-            verdict = Verdict(saved, True, wanted[saved])
+            verdict = RetentionDecision(saved, True, wanted[saved])
         elif saved in being_read:
-            verdict = Verdict(saved, True, "being read")
+            verdict = RetentionDecision(saved, True, "being read")
         elif rule.keep_last is None:
-            verdict = Verdict(saved, True, "nothing is deleted without keep_last")
+            verdict = RetentionDecision(saved, True, "nothing is deleted without keep_last")
         else:
             state = "" if saved.good else "damaged, "
-            verdict = Verdict(
+            verdict = RetentionDecision(
                 saved, False, f"{state}older than the last {rule.keep_last} good, and nothing else keeps it"
             )
         verdicts.append(verdict)

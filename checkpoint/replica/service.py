@@ -34,7 +34,7 @@ from hetstream.checkpoint.record.layout import Generation, from_json
 from hetstream.checkpoint.record.structure import Origin, Record, read_origin
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.rendezvous import Endpoint
-from hetstream.checkpoint.replica.wire import Channel, Order, Reply, Request, read_order, words
+from hetstream.checkpoint.replica.wire import Order, ReplicaChannel, ReplicaReply, ReplicaRequest, read_order, words
 
 # Replicas in the store of the rank whose checkpoint writer keeps them: two slot files for each rank that it keeps them
 # of.
@@ -174,8 +174,8 @@ class ReplicaService:
         self._began_s = time.monotonic()
         self._wake = threading.Event()
         self._keeping = threading.Lock()
-        self._channels: set[Channel] = set()
-        self._unknown: Places[Channel] = Places(_MAX_UNKNOWN)
+        self._channels: set[ReplicaChannel] = set()
+        self._unknown: Places[ReplicaChannel] = Places(_MAX_UNKNOWN)
         self._unknown_lock = threading.Lock()
         self._sent: Generation | None = None
         self._server = _listen()
@@ -259,20 +259,20 @@ class ReplicaService:
         except DamagedSegment:
             return  # overwritten just now; the next look finds a newer one
         began_s = time.monotonic()
-        with segment, Channel.connect(endpoint, self._key) as channel:
+        with segment, ReplicaChannel.connect(endpoint, self._key) as channel:
             self._channels.add(channel)
             try:
                 if self._is_closing:
                     return
                 header = segment.header
-                request = Request("keep", self.order.rank, header.generation, *_sizes(header))
+                request = ReplicaRequest("keep", self.order.rank, header.generation, *_sizes(header))
                 channel.send_message(request)
                 reach("replica.offered")
-                reply = channel.receive_message(Reply)
+                reply = channel.receive_message(ReplicaReply)
                 if not reply.error and not reply.is_there:
                     channel.send_record(segment, header)
                     reach("replica.sent")
-                    reply = channel.receive_message(Reply)
+                    reply = channel.receive_message(ReplicaReply)
             finally:
                 self._channels.discard(channel)
         if reply.error:
@@ -301,7 +301,7 @@ class ReplicaService:
                     self._pause(_IDLE_S)
                 continue
             threads = [thread for thread in threads if thread.is_alive()]
-            channel = Channel(peer)
+            channel = ReplicaChannel(peer)
             self._channels.add(channel)
             # A newcomer is always taken in, so a silent crowd keeps out nobody who has the key: a caller from another
             # address never leaves for it, one from the same address only if so many come before its next message.
@@ -319,13 +319,13 @@ class ReplicaService:
         for thread in threads:
             thread.join()
 
-    def _talk(self, channel: Channel) -> None:
+    def _talk(self, channel: ReplicaChannel) -> None:
         try:
             with channel:
                 if not channel.admit(self._key, self.order.attempt, self.order.rank):
                     raise ReplicaError("a caller without the key of this attempt")
                 self._is_known(channel)
-                request = channel.receive_message(Request)
+                request = channel.receive_message(ReplicaRequest)
                 try:
                     if request.verb == "keep":
                         self._keep(channel, request)
@@ -333,7 +333,7 @@ class ReplicaService:
                         self._give(channel, request)
                 except (HetstreamError, OSError) as error:
                     with contextlib.suppress(OSError):
-                        channel.send_message(Reply(words(error)))
+                        channel.send_message(ReplicaReply(words(error)))
                     raise
         except (HetstreamError, OSError) as error:
             if not self._is_closing:
@@ -342,11 +342,11 @@ class ReplicaService:
             self._is_known(channel)
             self._channels.discard(channel)
 
-    def _is_known(self, channel: Channel) -> None:
+    def _is_known(self, channel: ReplicaChannel) -> None:
         with self._unknown_lock:
             self._unknown.leave(channel)
 
-    def _keep(self, channel: Channel, request: Request) -> None:
+    def _keep(self, channel: ReplicaChannel, request: ReplicaRequest) -> None:
         if request.rank not in self.order.serves:
             raise ReplicaError(f"rank {request.rank} has another peer; ranks of this one: {self.order.serves}")
         if not 0 <= request.metadata_bytes <= MAX_METADATA_BYTES or request.payload_bytes < 0:
@@ -356,7 +356,7 @@ class ReplicaService:
         try:
             there = self._files.replicas_of(request.rank)
             if there and there[0].header.generation >= request.generation:
-                channel.send_message(Reply(is_there=True))
+                channel.send_message(ReplicaReply(is_there=True))
                 return
             self._receive(channel, request, there[0].header.serial + 1 if there else 1)
             if request.generation.attempt == self.order.attempt:
@@ -365,13 +365,13 @@ class ReplicaService:
         finally:
             self._keeping.release()
         reach("replica.kept")
-        channel.send_message(Reply())
+        channel.send_message(ReplicaReply())
 
-    def _receive(self, channel: Channel, request: Request, serial: int) -> None:
+    def _receive(self, channel: ReplicaChannel, request: ReplicaRequest, serial: int) -> None:
         with make_slot(self._files, request.rank, request.payload_bytes, request.metadata_bytes) as segment:
             segment.begin(request.payload_bytes)
             try:
-                channel.send_message(Reply())
+                channel.send_message(ReplicaReply())
                 metadata = bytearray(request.metadata_bytes)
                 with segment.payload as payload:
                     channel.receive_record(memoryview(metadata), payload)
@@ -382,7 +382,7 @@ class ReplicaService:
                 segment.abandon()
                 raise
 
-    def _give(self, channel: Channel, request: Request) -> None:
+    def _give(self, channel: ReplicaChannel, request: ReplicaRequest) -> None:
         content = next(
             (
                 content
@@ -395,7 +395,7 @@ class ReplicaService:
             raise ReplicaError(f"there is no {request.generation} of rank {request.rank} here any more")
         with Segment.open(content.path) as segment:
             header = segment.header
-            channel.send_message(Reply("", False, *_sizes(header)))
+            channel.send_message(ReplicaReply("", False, *_sizes(header)))
             channel.send_record(segment, header)
 
 

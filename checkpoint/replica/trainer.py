@@ -19,7 +19,7 @@ from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.service import check_record, for_others
-from hetstream.checkpoint.replica.wire import Channel, Order, Reply, Request, order_of, write_order
+from hetstream.checkpoint.replica.wire import Order, ReplicaChannel, ReplicaReply, ReplicaRequest, order_of, write_order
 
 _log = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ class TrainerReplicas:
         endpoint = self._await_listed(holder)
         key = rendezvous.read_key(self._directory, self._attempt)
         began_s = time.monotonic()
-        with Channel.connect(endpoint, key) as channel:
-            channel.send_message(Request("give", self._rank, generation))
-            reply = channel.receive_message(Reply)
+        with ReplicaChannel.connect(endpoint, key) as channel:
+            channel.send_message(ReplicaRequest("give", self._rank, generation))
+            reply = channel.receive_message(ReplicaReply)
             if reply.error:
                 raise ReplicaError(reply.error)
             if not 0 <= reply.metadata_bytes <= MAX_METADATA_BYTES or reply.payload_bytes < 0:

@@ -50,7 +50,7 @@ STALL_S = 10.0
 T = TypeVar("T")
 
 
-class Request(msgspec.Struct, frozen=True):
+class ReplicaRequest(msgspec.Struct, frozen=True):
     """What is asked of a checkpoint writer.
 
     Attributes:
@@ -70,15 +70,15 @@ class Request(msgspec.Struct, frozen=True):
     payload_bytes: int = 0
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ReplicaReply(msgspec.Struct, frozen=True):
     """What the checkpoint writer says.
 
     Attributes:
         error: why not; "" if it does.
         is_there: it keeps that generation or a newer one; nothing need follow.
-        layout_digest: as in `Request`, for `give`.
-        metadata_bytes: as in `Request`, for `give`.
-        payload_bytes: as in `Request`, for `give`.
+        layout_digest: as in `ReplicaRequest`, for `give`.
+        metadata_bytes: as in `ReplicaRequest`, for `give`.
+        payload_bytes: as in `ReplicaRequest`, for `give`.
     """
 
     error: str = ""
@@ -88,7 +88,7 @@ class Reply(msgspec.Struct, frozen=True):
     payload_bytes: int = 0
 
 
-class Channel:
+class ReplicaChannel:
     """A connection with a deadline for each wait; a context manager that closes it.
 
     Args:
@@ -100,7 +100,7 @@ class Channel:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def connect(cls, endpoint: Endpoint, key: bytes) -> Channel:
+    def connect(cls, endpoint: Endpoint, key: bytes) -> ReplicaChannel:
         """Connect to a checkpoint writer and exchange proofs.
 
         Raises:
@@ -158,7 +158,7 @@ class Channel:
         self.receive_into(memoryview(buffer), timeout_s)
         return bytes(buffer)
 
-    def send_message(self, message: Request | Reply) -> None:
+    def send_message(self, message: ReplicaRequest | ReplicaReply) -> None:
         """Send a message."""
         text = msgspec.json.encode(message)
         self.send(_LENGTH.pack(len(text)) + text)
@@ -238,7 +238,7 @@ class Channel:
         self.interrupt()
         self._socket.close()
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> ReplicaChannel:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ from hetstream.base.process import generation
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.config import reach
 from hetstream.hetjob.gpu.device import Device
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, GpuUse, JobClass, Order, Statistics
 
 # When a job's next launch is due under its order. Pure; the clock is an argument.
 
@@ -32,7 +32,7 @@ _MOST_DEBT_NS = 1_000_000_000
 
 def is_good_news(before: Order | None, after: Order, now_ns: int) -> bool:
     """Whether a process that waits under one order may go on under the next one: then it is woken."""
-    if after.verdict == Verdict.PAUSE:
+    if after.verdict == GpuUse.PAUSE:
         return False
     if before is None or before.verdict != after.verdict or before.valid_until_ns <= now_ns:
         return True
@@ -83,10 +83,10 @@ class Throttle:
         """
         if not self._is_bound:
             return 0
-        if order is None or now_ns >= order.valid_until_ns or order.verdict == Verdict.PAUSE:
+        if order is None or now_ns >= order.valid_until_ns or order.verdict == GpuUse.PAUSE:
             return LOOK_AGAIN_NS
         may_begin = boundaries < order.meet_at
-        if order.verdict == Verdict.FINISH:
+        if order.verdict == GpuUse.FINISH:
             return 0 if in_mini_batch or may_begin else LOOK_AGAIN_NS
         if order.meet_at and not in_mini_batch and not may_begin:
             return LOOK_AGAIN_NS
@@ -113,7 +113,7 @@ _WAITED_FACTOR = 50
 _REPORT_NS = 100_000_000
 
 
-class Channel(Protocol):
+class OrderChannel(Protocol):
     """Where orders come from, and statistics go: a `Connection`."""
 
     @property
@@ -159,7 +159,7 @@ class Agent:
         self,
         device: Device,
         job_class: JobClass,
-        connect: Callable[[], Channel],
+        connect: Callable[[], OrderChannel],
         clock: Callable[[], int] = time.monotonic_ns,
         wait: Callable[[float], None] | None = None,
         *,
@@ -168,7 +168,7 @@ class Agent:
     ) -> None:
         self._device, self._job_class, self._connect = device, job_class, connect
         self._clock, self._wait = clock, wait
-        self._channel: Channel | None = None
+        self._channel: OrderChannel | None = None
         self._launcher = launcher
         self._begin()
         self._watch_forks(follows_forks)

@@ -65,7 +65,7 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CoordinatorAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the coordinator says.
 
     Attributes:
@@ -211,7 +211,7 @@ def _work_page(descriptor: int) -> tuple[Page[Work], bool]:
 
 def ask(
     path: str, message: bytes, coordinator_uid: int | None, num_descriptors: int
-) -> tuple[socket.socket, Answer, list[int]]:
+) -> tuple[socket.socket, CoordinatorAnswer, list[int]]:
     """Send the first message of a connection to the coordinator, and wait for its answer.
 
     Args:
@@ -260,7 +260,7 @@ def _check_user(path: str, connection: socket.socket, coordinator_uid: int | Non
         )
 
 
-def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> Answer:
+def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> CoordinatorAnswer:
     if not message:
         raise GpuCoordinatorError(
             f"the coordinator at {path} closed the connection without an answer: it ends just now, or this user "
@@ -268,7 +268,7 @@ def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> An
         )
     try:
         version = decode(message, _Version).version
-        answer = decode(message, Answer) if version == VERSION else None
+        answer = decode(message, CoordinatorAnswer) if version == VERSION else None
     except msgspec.MsgspecError as error:
         raise GpuCoordinatorError(f"what answers at {path} is no coordinator of GPUs: {error}") from error
     if answer is None:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hetstream.base.errors import OptionsError
 from hetstream.base.process import when_imported
 from hetstream.hetjob.errors import GpuJobRefused
-from hetstream.hetjob.gpu.agent import Agent, Channel
+from hetstream.hetjob.gpu.agent import Agent, OrderChannel
 from hetstream.hetjob.gpu.config import SharingSettings
 from hetstream.hetjob.gpu.cuda import (
     CudaGpu,
@@ -122,7 +122,7 @@ class _FirstForward:
 def _agent(settings: SharingSettings, gpu: Device, launcher: int) -> Agent:
     rank = settings.rank
 
-    def connect() -> Channel:
+    def connect() -> OrderChannel:
         name = settings.gpu
         if len(settings.gpus) > 1 and not settings.gpus[0].startswith(PREFIX):
             name = current_gpu(settings.gpus) or name

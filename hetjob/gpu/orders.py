@@ -31,7 +31,7 @@ class JobClass(enum.Enum):
     OPPORTUNISTIC = "opportunistic"
 
 
-class Verdict(enum.IntEnum):
+class GpuUse(enum.IntEnum):
     """Whether a job may use the GPU now."""
 
     PAUSE = 0  # no launch, wherever the job is
@@ -45,7 +45,7 @@ class Order:
 
     Attributes:
         valid_until_ns: when it lapses. An opportunistic job pauses then, a guaranteed one is bound by nothing.
-        verdict: of `Verdict`.
+        verdict: of `GpuUse`.
         limit_bytes: most memory of the GPU that the job may hold; `NO_LIMIT`: all that there is.
         share: of the time in which it may launch while the GPU is in use by others, in thousandths.
         open_until_ns: others leave the GPU idle, which may be used without regard to the share until then.
@@ -55,7 +55,7 @@ class Order:
     """
 
     valid_until_ns: int = 0
-    verdict: int = Verdict.PAUSE
+    verdict: int = GpuUse.PAUSE
     limit_bytes: int = NO_LIMIT
     share: int = 0
     open_until_ns: int = 0

@@ -228,7 +228,7 @@ class SetPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 Question = ReportDemand | AskStatus | AskReading | AskPolicy | SetPolicy | ReportGpus | AskGpus
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SiteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The question with what protects it.
 
     Attributes:
@@ -438,9 +438,9 @@ Answer = (
 )  # fmt: skip
 
 
-def new_request(question: Question, sent_ns: int) -> Request:
+def new_request(question: Question, sent_ns: int) -> SiteRequest:
     """A request with a key of its own."""
-    return Request(version_of(question), sent_ns, secrets.token_hex(32), question)
+    return SiteRequest(version_of(question), sent_ns, secrets.token_hex(32), question)
 
 
 def version_of(question: Question) -> int:
@@ -453,12 +453,12 @@ def version_of(question: Question) -> int:
     return _POLICY_VERSION if is_new else _FIRST_VERSION
 
 
-def encode_request(request: Request) -> bytes:
+def encode_request(request: SiteRequest) -> bytes:
     """The request as JSON."""
     return msgspec.json.encode(request)
 
 
-def decode_request(data: bytes) -> Request:
+def decode_request(data: bytes) -> SiteRequest:
     """Read a request.
 
     Raises:
@@ -471,7 +471,7 @@ def decode_request(data: bytes) -> Request:
             f"{_FIRST_VERSION} to {VERSION}: "
             "install one release of hetstream for the daemon and the job masters (docs/upgrade.md)"
         )
-    request: Request = _decode(data, Request)
+    request: SiteRequest = _decode(data, SiteRequest)
     if request.version < version_of(request.question):
         raise SiteError(f"a question of version {request.version} has what only a later version has")
     return request

@@ -54,7 +54,7 @@ def own_lock(path: Path, timeout_s: float) -> Iterator[None]:
             os.close(descriptor)
 
 
-class DirectoryInUse(Exception):
+class HeldByAnother(Exception):
     """Another process holds a directory; the text is its process id, or "unknown"."""
 
 
@@ -75,7 +75,7 @@ def hold_directory(directory: Directory) -> int:
     except OSError as error:
         holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(lock)
-        raise DirectoryInUse(holder) from error
+        raise HeldByAnother(holder) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

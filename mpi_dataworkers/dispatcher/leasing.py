@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher import events
-from hetstream.mpi_dataworkers.dispatcher.placement import Placement
+from hetstream.mpi_dataworkers.dispatcher.placement import WorkerPlacement
 from hetstream.mpi_dataworkers.dispatcher.sharing import SharedStreams
 from hetstream.mpi_dataworkers.dispatcher.tables import (
     LEASES_PER_WORKER,
@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.dispatcher.tables import (
     WorkerRecord,
 )
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
-from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     Failure,
@@ -61,7 +61,7 @@ class LeaseLifecycle:
         _streams: the streams that sessions share.
     """
 
-    def __init__(self, tables: Tables, placement: Placement, streams: SharedStreams) -> None:
+    def __init__(self, tables: Tables, placement: WorkerPlacement, streams: SharedStreams) -> None:
         self._tables = tables
         self._placement = placement
         self._streams = streams
@@ -251,7 +251,7 @@ class Stealing:
         _lifecycle: trims and makes leases.
     """
 
-    def __init__(self, tables: Tables, placement: Placement, lifecycle: LeaseLifecycle) -> None:
+    def __init__(self, tables: Tables, placement: WorkerPlacement, lifecycle: LeaseLifecycle) -> None:
         self._tables = tables
         self._placement = placement
         self._lifecycle = lifecycle
@@ -346,7 +346,7 @@ class Retries:
         _lifecycle: makes and revokes leases.
     """
 
-    def __init__(self, tables: Tables, placement: Placement, lifecycle: LeaseLifecycle) -> None:
+    def __init__(self, tables: Tables, placement: WorkerPlacement, lifecycle: LeaseLifecycle) -> None:
         self._tables = tables
         self._placement = placement
         self._lifecycle = lifecycle
@@ -443,7 +443,7 @@ class Retries:
         spec = session.spec
         failures = session.failures.setdefault(step, StepFailures())
         is_late = token <= failures.last_token  # of a lease from before something was left out
-        verdict, out = (Verdict.TRY_AGAIN, []) if is_late else self._judge(peer, session, step, failure, now)
+        verdict, out = (OnFailure.TRY_AGAIN, []) if is_late else self._judge(peer, session, step, failure, now)
         out += self._tables.tell(
             events.StepFailed(
                 session=spec.session_id,
@@ -458,7 +458,7 @@ class Retries:
         )
         leases = [self._tables.leases[held] for held in session.tokens]
         elsewhere = [lease for lease in leases if lease.first <= step < lease.stop]
-        if verdict is not Verdict.TRY_AGAIN:
+        if verdict is not OnFailure.TRY_AGAIN:
             # A process that dies is heard of late: its step may be with another one already.
             failures.last_token = self._tables.token_base + self._tables.leases_granted
             for lease in elsewhere:
@@ -466,7 +466,7 @@ class Retries:
         elif elsewhere:
             return out
         session.requeued = [requeued for requeued in session.requeued if requeued != step]
-        if verdict is not Verdict.RAISE:
+        if verdict is not OnFailure.RAISE:
             session.retries.add(step)
             return out
         session.lost.add(step)
@@ -474,7 +474,7 @@ class Retries:
 
     def _judge(
         self, peer: str, session: Session, step: int, failure: Failure, now: float
-    ) -> tuple[Verdict, list[Instruction]]:
+    ) -> tuple[OnFailure, list[Instruction]]:
         """Count a failure of a step, and decide what becomes of the step and of who failed it."""
         pipeline_id, worker = session.spec.pipeline_id, self._tables.workers.get(peer)
         failures = session.failures[step]
@@ -523,7 +523,7 @@ class Leasing:
     """
 
     def __init__(self, tables: Tables, now: float) -> None:
-        self.placement = Placement(tables)
+        self.placement = WorkerPlacement(tables)
         self.streams = SharedStreams()
         self.lifecycle = LeaseLifecycle(tables, self.placement, self.streams)
         self.retries = Retries(tables, self.placement, self.lifecycle)

@@ -27,7 +27,7 @@ from hetstream.mpi_dataworkers.wire.messages import AddProcess, DrainWorker, Mem
 _MAX_UNEXPLAINED = 2
 
 
-class Placement:
+class WorkerPlacement:
     """Answers who can make what, from the tables.
 
     Attributes:
@@ -153,7 +153,7 @@ class Reachability:
         _placement: who can make what.
     """
 
-    def __init__(self, tables: Tables, placement: Placement) -> None:
+    def __init__(self, tables: Tables, placement: WorkerPlacement) -> None:
         self._tables = tables
         self._placement = placement
 
@@ -215,7 +215,7 @@ class Reachability:
 
 # Which programs have a process in which slot of the data workers, and what is done where one has none.
 #
-# `Placement` sees to it that a process gets steps of one program only. Pure.
+# `WorkerPlacement` sees to it that a process gets steps of one program only. Pure.
 #
 # A slot is the place of one process of a supervisor, and what loaders, limits and people count as a data worker. Where
 # a program has no process in a slot, the process whose program is over leaves there, to be forked anew; if all programs
@@ -236,7 +236,7 @@ class Rooms:
     """
 
     def __init__(
-        self, tables: Tables, placement: Placement, reachability: Reachability, streams: SharedStreams
+        self, tables: Tables, placement: WorkerPlacement, reachability: Reachability, streams: SharedStreams
     ) -> None:
         self._tables = tables
         self._placement = placement

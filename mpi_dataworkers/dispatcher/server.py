@@ -23,7 +23,7 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory, UntrustedFile, own_directory
-from hetstream.base.locks import DirectoryInUse, hold_directory
+from hetstream.base.locks import HeldByAnother, hold_directory
 from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped, EventLog
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.dispatcher.tables import (
@@ -97,7 +97,7 @@ def _locked(directory: Directory) -> int:
     """The descriptor whose lock says that this process has the directory."""
     try:
         return hold_directory(directory)
-    except DirectoryInUse as error:
+    except HeldByAnother as error:
         raise ServiceError(
             f"work directory {directory.path} is in use by the dispatcher with process id {error}. One dispatcher a "
             "directory: stop that one, or give another --work-dir."

@@ -219,7 +219,7 @@ Rank = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuGroup:
     """GPUs that train one model together, all alike.
 
     Attributes:
@@ -280,12 +280,12 @@ class Exchange:
     sent: float = 0.0
     received: float = 0.0
 
-    def duration_s(self, cluster: Cluster) -> float:
+    def duration_s(self, cluster: GpuGroup) -> float:
         """How long that takes."""
         most = max(self.sent, self.received)
         return cluster.message_s + most / cluster.link_bytes_per_s if most else 0.0
 
-    def exposed_s(self, cluster: Cluster) -> float:
+    def exposed_s(self, cluster: GpuGroup) -> float:
         """By how much it makes a step longer, if it is for the next batch."""
         return max(0.0, self.duration_s(cluster) - cluster.free_link_s)
 
@@ -323,12 +323,12 @@ class Model:
         FeatureError: a table is on no GPU, on one that there is not, or twice on one.
     """
 
-    cluster: Cluster
+    cluster: GpuGroup
     sparse: tuple[Sparse, ...]
     dense: tuple[Operation, ...] = ()
 
     def __post_init__(self) -> None:
-        check_is("cluster", self.cluster, Cluster, "a Cluster")
+        check_is("cluster", self.cluster, GpuGroup, "a GpuGroup")
         check_each("sparse", self.sparse, Sparse)
         for feature in self.sparse:
             self._check_gpus(f"feature {feature.name}: tables", feature.tables)

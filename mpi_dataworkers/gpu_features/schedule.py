@@ -349,7 +349,7 @@ class Snapshot:
 
 
 @dataclass
-class Placement:
+class OperationPlacement:
     """Where the operations of a problem are.
 
     Attributes:
@@ -580,7 +580,7 @@ def longest_chain(problem: Problem) -> int:
 
 
 def trees_of(problem: Problem) -> list[list[Places]]:
-    """As `Placement.trees`: each path goes on with the child below which the most operations follow one another."""
+    """As `OperationPlacement.trees`: each path goes on with the child below which the longest chain is."""
     tall = heights(problem)
     children: list[list[int]] = [[] for _ in problem.operations]
     roots: list[int] = []

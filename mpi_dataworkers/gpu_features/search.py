@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import (
     Kernel,
     Numbers,
     Operation,
-    Placement,
+    OperationPlacement,
     Places,
     Problem,
     Snapshot,
@@ -62,7 +62,7 @@ def fuse(problem: Problem, seed: int = 0) -> list[_Fused]:
     check_is("problem", problem, Problem, "a Problem")
     draw = Random(seed)
     steps = [max(8, math.ceil(1.5 * longest_chain(problem))), *[0] * (len(problem.layers) - 1)]
-    grid = Placement(problem, steps, counts_launches=False)
+    grid = OperationPlacement(problem, steps, counts_launches=False)
 
     def prices(part: Places) -> Numbers:
         # Each counts itself and the larger square of its kernel.
@@ -294,7 +294,7 @@ class _Search:
         self._noise = 0.0  # what is added to each price at random, at most
         self._random = np.random.default_rng(draw.randrange(1 << 32))
         self._closed: tuple[int, int] | None = None  # kind and step where nothing may go in this round
-        self.grid = Placement(problem, [1] * len(problem.layers))
+        self.grid = OperationPlacement(problem, [1] * len(problem.layers))
         self._tree_of = {int(at): tree for tree, parts in enumerate(self.grid.trees) for part in parts for at in part}
 
     def begin(self, schedules: Sequence[Sequence[Kernel]]) -> None:
@@ -302,7 +302,7 @@ class _Search:
         least = max(_STEPS, math.ceil(2 * longest_chain(self._problem) / len(self._problem.layers)))
         all_steps = [steps_of_layers(self._problem, kernels) for kernels in schedules]
         steps = [max(least, *needed) for needed in zip(*(needed for _, needed in all_steps), strict=True)]
-        self.grid = Placement(self._problem, steps)
+        self.grid = OperationPlacement(self._problem, steps)
         best, best_rank = self.grid.snapshot(), (math.inf, 0)
         for kernels, (step_within, _) in zip(schedules, all_steps, strict=True):
             self.grid.take(kernels, step_within)

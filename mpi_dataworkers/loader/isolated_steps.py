@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
 from hetstream.mpi_dataworkers.process.children import begin_child, fork_child
 from hetstream.mpi_dataworkers.process.config import memory_of_task_from_environment
 from hetstream.mpi_dataworkers.wire.codec import aligned, fuse, in_one_piece, split
-from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ErrorPolicy, Failure
 
 # Of what is left, the part that the child may take: the trainer goes on meanwhile.
@@ -122,7 +122,7 @@ class StepsApart:
             except EOFError:
                 failure = self._failure_of_dead(step)
                 verdict = failures.note("", failure, policy)
-                if verdict is Verdict.RAISE or (num_samples < 0 and verdict is Verdict.LEAVE_OUT):
+                if verdict is OnFailure.RAISE or (num_samples < 0 and verdict is OnFailure.LEAVE_OUT):
                     raise DataWorkerDied(failure.text) from None
                 continue
             if answer is None:

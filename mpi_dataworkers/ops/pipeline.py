@@ -42,7 +42,7 @@ from hetstream.mpi_dataworkers.process.handlers import others, suppressed_others
 from hetstream.mpi_dataworkers.process.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.sources.images import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
-from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 # The batch stage: user code that gets each finished batch, after collate, in the process that has made it.
@@ -798,7 +798,7 @@ def make_step(
                 batch = pipeline.make_batch(kept, their_seeds, watched, form=form) if len(kept) else None
             return MadeStep(batch, len(kept), len(indices) - len(kept), failures.left_out)
         except SampleError as error:
-            if failures.note("", describe_failure(error), policy) is Verdict.RAISE:
+            if failures.note("", describe_failure(error), policy) is OnFailure.RAISE:
                 raise
 
 

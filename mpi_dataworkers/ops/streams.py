@@ -32,7 +32,7 @@ from hetstream.mpi_dataworkers.order.bucketing import RoundFormer
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.order.sharding import derive_seed, pack, permute, unpack
 from hetstream.mpi_dataworkers.order.visitation import Cut
-from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure, ShardOrder
 
 _DIVIDE_THEMSELVES = (Cut.ITSELF.value, Cut.ITSELF_FOR_RANKS.value)
@@ -651,5 +651,5 @@ def read_step(reader: ShardReader | RankReader, step: int, snapshot: bytes, poli
         try:
             return reader.read(step, snapshot, failures.left_out)
         except SampleError as error:
-            if failures.note("", describe_failure(error), policy) is Verdict.RAISE:
+            if failures.note("", describe_failure(error), policy) is OnFailure.RAISE:
                 raise

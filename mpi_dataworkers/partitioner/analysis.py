@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.partitioner.capture import (
     traced,
     unwarned,
 )
-from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, OperatorCost, Rates
+from hetstream.mpi_dataworkers.partitioner.cut import CutDecision, Cutter, OperatorCost, Rates
 from hetstream.mpi_dataworkers.partitioner.effects import Effects, effects_of
 from hetstream.mpi_dataworkers.partitioner.leaves import same_bytes
 from hetstream.mpi_dataworkers.partitioner.program import (
@@ -56,7 +56,7 @@ class Offload(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Movable:
     """What becomes of an operator.
 
     Attributes:
@@ -69,14 +69,14 @@ class Verdict:
 
 
 _INPUT_REASONS = {
-    Kind.LEAF: Verdict(True, "comes with the batch"),
-    Kind.PLAIN: Verdict(False, "an argument that does not come from the batch"),
-    Kind.PARAMETER: Verdict(False, "a parameter, which each step changes"),
-    Kind.BUFFER: Verdict(True, "a buffer that the forward only reads: a copy goes along"),
+    Kind.LEAF: Movable(True, "comes with the batch"),
+    Kind.PLAIN: Movable(False, "an argument that does not come from the batch"),
+    Kind.PARAMETER: Movable(False, "a parameter, which each step changes"),
+    Kind.BUFFER: Movable(True, "a buffer that the forward only reads: a copy goes along"),
 }
 
 
-def classify(graph: ForwardGraph, offload: Offload) -> dict[str, Verdict]:
+def classify(graph: ForwardGraph, offload: Offload) -> dict[str, Movable]:
     """Say for each operator whether it may move.
 
     Args:
@@ -87,36 +87,36 @@ def classify(graph: ForwardGraph, offload: Offload) -> dict[str, Verdict]:
         The verdict of each value by its name. What moves is closed: whatever leads to it moves, too.
     """
     changed = _changed_in_place(graph)
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, Movable] = {}
     for operator in graph.operators:
         verdicts[operator.name] = _verdict(operator, offload, changed, verdicts)
     return verdicts
 
 
 def _verdict(
-    operator: Operator, offload: Offload, changed: dict[str, Operator], verdicts: dict[str, Verdict]
-) -> Verdict:
+    operator: Operator, offload: Offload, changed: dict[str, Operator], verdicts: dict[str, Movable]
+) -> Movable:
     if offload is Offload.OFF:
-        return Verdict(False, "offloading is off")
+        return Movable(False, "offloading is off")
     if operator.name in changed:
         writer = changed[operator.name]
         where = f" ({writer.line})" if writer.line else ""
-        return Verdict(False, f"{writer.target}{where} changes it in place")
+        return Movable(False, f"{writer.target}{where} changes it in place")
     if operator.kind is not Kind.OPERATOR:
         return _INPUT_REASONS[operator.kind]
     if operator.keeps:
-        return Verdict(False, operator.keeps)
+        return Movable(False, operator.keeps)
     if operator.writes:
-        return Verdict(False, "it changes a value in place")
+        return Movable(False, "it changes a value in place")
     if operator.random and offload is not Offload.ALL:
-        return Verdict(False, "it draws random numbers; --offload=all moves it, too")
+        return Movable(False, "it draws random numbers; --offload=all moves it, too")
     for name in operator.inputs:
         if not verdicts[name].moves:
-            return Verdict(False, f"it needs {name}: {_first_reason(name, verdicts)}")
-    return Verdict(True, "depends on no state")
+            return Movable(False, f"it needs {name}: {_first_reason(name, verdicts)}")
+    return Movable(True, "depends on no state")
 
 
-def _first_reason(name: str, verdicts: dict[str, Verdict]) -> str:
+def _first_reason(name: str, verdicts: dict[str, Movable]) -> str:
     """The reason at the root: what stands between says nothing more."""
     return (
         verdicts[name].reason.split(": ")[-1]
@@ -545,7 +545,7 @@ class Analysis:
     way: Way
     captured: CapturedForward
     graph: ForwardGraph
-    verdicts: Mapping[str, Verdict]
+    verdicts: Mapping[str, Movable]
     costs: Mapping[str, OperatorCost]
     leaves: Mapping[str, LeafForm]
     buffers: Mapping[str, torch.Tensor]
@@ -566,7 +566,7 @@ class Analysis:
         """Whether the graph draws random numbers."""
         return any(operator.random for operator in self.graph.operators)
 
-    def decide(self, offload: Offload, rates: Rates, gain: float = 1.0) -> Decision:
+    def decide(self, offload: Offload, rates: Rates, gain: float = 1.0) -> CutDecision:
         """Where to cut.
 
         Args:
@@ -592,7 +592,7 @@ class Analysis:
         where = f"{first.target} ({first.line})" if first.line else first.target
         return f"no operator of the forward may move; the first is {where}: {self.verdicts[first.name].reason}"
 
-    def cut(self, decision: Decision, num_leaves: int, generation: int) -> Split:
+    def cut(self, decision: CutDecision, num_leaves: int, generation: int) -> Split:
         """The two sides.
 
         Args:
@@ -828,12 +828,12 @@ class Findings:
     module: str
     reason: str = ""
     graph: ForwardGraph = field(default_factory=lambda: ForwardGraph((), ()))
-    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    verdicts: Mapping[str, Movable] = field(default_factory=dict)
     costs: Mapping[str, OperatorCost] = field(default_factory=dict)
     rates: Rates = field(default_factory=lambda: Rates(0.0, 0.0, 0))
     why_not_all: str = ""
 
-    def decide(self, num_data_workers: int, everything: bool) -> Decision:
+    def decide(self, num_data_workers: int, everything: bool) -> CutDecision:
         """Where the forward would be cut.
 
         Args:
@@ -869,7 +869,7 @@ class Findings:
             document["module"],
             document["reason"],
             ForwardGraph(operators, tuple(document["outputs"])),
-            {name: Verdict(**verdict) for name, verdict in document["verdicts"].items()},
+            {name: Movable(**verdict) for name, verdict in document["verdicts"].items()},
             {name: OperatorCost(**cost) for name, cost in document["costs"].items()},
             Rates(**document["rates"]),
             document["why_not_all"],

@@ -114,7 +114,7 @@ _MOST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CutAssessment:
     """Whether a cut pays.
 
     Attributes:
@@ -131,7 +131,7 @@ class Verdict:
     reason: str
 
 
-def judged(with_cut_s: list[float], without_s: list[float]) -> Verdict:
+def judged(with_cut_s: list[float], without_s: list[float]) -> CutAssessment:
     """Whether a cut pays, from a step's time in each block.
 
     Args:
@@ -146,10 +146,10 @@ def judged(with_cut_s: list[float], without_s: list[float]) -> Verdict:
     reason = f"with the cut a step takes {1e3 * with_s:.2f} ms, without {1e3 * own_s:.2f} ms"
     if not is_clear:
         reason += f", and steps of the same kind differ by {1e3 * noise_s:.2f} ms"
-    return Verdict(is_clear and over_s >= 0, with_s, own_s, is_clear, reason)
+    return CutAssessment(is_clear and over_s >= 0, with_s, own_s, is_clear, reason)
 
 
-class Trial:
+class CutTrial:
     """Steps that are measured with the cut and without it, in turn.
 
     Attributes:
@@ -159,7 +159,7 @@ class Trial:
 
     def __init__(self) -> None:
         self.uses_cut = True
-        self.verdict: Verdict | None = None
+        self.verdict: CutAssessment | None = None
         self._blocks: dict[bool, list[float]] = {True: [], False: []}
         self._block: list[float] = []
         self._before: tuple[float, float] | None = None
@@ -250,7 +250,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Decision:
+class CutDecision:
     """Which operators move.
 
     Attributes:
@@ -291,7 +291,7 @@ class Cutter:
                 self._users[name].append(operator.name)
         self._returned = frozenset(graph.outputs)
 
-    def decide(self, rates: Rates) -> Decision:
+    def decide(self, rates: Rates) -> CutDecision:
         """The cut with the fastest step, and nothing where none is faster by 2 %."""
         nothing = self._decision(frozenset(), rates, "")
         if not self._candidates:
@@ -311,7 +311,7 @@ class Cutter:
         )
         return self._decision(best.moved, rates, text)
 
-    def _improved(self, best: Decision, rates: Rates) -> Decision:
+    def _improved(self, best: CutDecision, rates: Rates) -> CutDecision:
         """Move one operator more or less, as long as that makes a step faster: prices do not find every cut."""
         tried: set[frozenset[str]] = set()
         while len(tried) < _MOST_TRIALS:
@@ -354,7 +354,7 @@ class Cutter:
             waiting += new
         return found
 
-    def largest(self, rates: Rates) -> Decision:
+    def largest(self, rates: Rates) -> CutDecision:
         """Everything that may move and works on the batch, whatever it costs: the same cut in every run."""
         of_batch = {operator.name for operator in self._graph.operators if operator.kind is Kind.LEAF}
         for operator in self._graph.operators:
@@ -371,7 +371,7 @@ class Cutter:
         reason = "everything that may move was asked for" if moved else "no operator of the forward may move"
         return self._decision(frozenset(moved), rates, reason)
 
-    def nothing(self, rates: Rates, reason: str) -> Decision:
+    def nothing(self, rates: Rates, reason: str) -> CutDecision:
         """The cut that moves nothing."""
         return self._decision(frozenset(), rates, reason)
 
@@ -408,7 +408,7 @@ class Cutter:
             for user in users:
                 network.add(sent, user, INFINITE)
 
-    def _decision(self, moved: frozenset[str], rates: Rates, reason: str) -> Decision:
+    def _decision(self, moved: frozenset[str], rates: Rates, reason: str) -> CutDecision:
         sent = tuple(operator.name for operator in self._graph.operators if self._is_sent(operator.name, moved))
         added = sum(self._cost(name).value_bytes for name in sent)
         trainer_s = rates.step_s - sum(self._cost(name).trainer_s for name in moved)
@@ -420,7 +420,7 @@ class Cutter:
             data_s / workers,
             (rates.batch_bytes + added) / rates.wire_bytes_per_s,
         )
-        return Decision(moved, sent, before, after, added, reason)
+        return CutDecision(moved, sent, before, after, added, reason)
 
     def _is_sent(self, name: str, moved: frozenset[str]) -> bool:
         if name not in moved:
@@ -428,7 +428,7 @@ class Cutter:
         return name in self._returned or any(user not in moved for user in self._users[name])
 
 
-def _rank(decision: Decision) -> tuple[float, int, int]:
+def _rank(decision: CutDecision) -> tuple[float, int, int]:
     """The fastest step first; of equal ones, the one with fewer bytes and operators."""
     return decision.after.total_s, decision.bytes_added, len(decision.moved)
 

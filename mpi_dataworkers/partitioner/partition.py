@@ -26,7 +26,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.loader.connection import LoaderConnection
 from hetstream.mpi_dataworkers.partitioner.analysis import FALLING_BORDERS, Analysis, Offload, analyse, analysis_of
 from hetstream.mpi_dataworkers.partitioner.capture import Graph
-from hetstream.mpi_dataworkers.partitioner.cut import Decision, OperatorCost, Rates, Trial, Verdict
+from hetstream.mpi_dataworkers.partitioner.cut import CutAssessment, CutDecision, CutTrial, OperatorCost, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.leaves import Delivery, leaves_of
 from hetstream.mpi_dataworkers.partitioner.split import unpack
@@ -184,7 +184,7 @@ class Partition:
     ) -> None:
         self.reason = ""
         self.analysis: Analysis | None = None
-        self.decision: Decision | None = None
+        self.decision: CutDecision | None = None
         self._module = module
         self._connection = connection
         self._offload = offload
@@ -193,7 +193,7 @@ class Partition:
         self._generation = 0
         self._num_leaves = 0
         self._pace = Pace() if follows_rates else None
-        self._trial: Trial | None = None
+        self._trial: CutTrial | None = None
         self._gain, self._num_trials = 1.0, 0
         self._num_analyses = 0
         self._last: list[Any] = []  # leaves of the last batch
@@ -257,7 +257,7 @@ class Partition:
         # Numbers that are drawn elsewhere are others than the program's own, so there is nothing to compare.
         self._forward.use(cut, is_checked=cut.draws)
         if self._pace is not None and self._offload is Offload.AUTO and self._num_trials < _MOST_TRIALS:
-            self._trial, self._num_trials = Trial(), self._num_trials + 1
+            self._trial, self._num_trials = CutTrial(), self._num_trials + 1
         if not self._forward.install():
             self.remove("the program has put something else in the place of its call")
             return
@@ -284,7 +284,7 @@ class Partition:
         if not self.is_active:
             self._stop()
 
-    def _try(self, trial: Trial, forward: PartitionedForward) -> None:
+    def _try(self, trial: CutTrial, forward: PartitionedForward) -> None:
         """A step of the trial begins: change to the cut, or to how it was without, and in the end decide."""
         used = trial.uses_cut
         trial.next_step(time.monotonic(), self._connection.statistics.counters.wait_s)
@@ -300,7 +300,7 @@ class Partition:
             assert forward.split is not None
             self._connection.use_forward_stage(forward.split.stage, self._deliver)
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, verdict: CutAssessment) -> None:
         """Have the decision know what the cut gains, as measured."""
         assert self.analysis is not None
         assert self.decision is not None

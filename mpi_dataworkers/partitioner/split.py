@@ -13,7 +13,7 @@ import torch
 
 from hetstream.mpi_dataworkers.ops.pipeline import StagedBatch
 from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, on_both_sides
-from hetstream.mpi_dataworkers.partitioner.cut import Decision
+from hetstream.mpi_dataworkers.partitioner.cut import CutDecision
 from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
 from hetstream.mpi_dataworkers.partitioner.program import (
     Call,
@@ -156,7 +156,7 @@ class StageInputs:
     bounded: frozenset[str]
 
 
-def split(captured: CapturedForward, graph: ForwardGraph, decision: Decision, made_with: StageInputs) -> Split:
+def split(captured: CapturedForward, graph: ForwardGraph, decision: CutDecision, made_with: StageInputs) -> Split:
     """Make the two sides.
 
     Args:

@@ -17,7 +17,7 @@ import msgspec
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 
-class Verdict(enum.Enum):
+class OnFailure(enum.Enum):
     """What to do with the step."""
 
     TRY_AGAIN = "tried again"
@@ -53,7 +53,7 @@ class StepFailures:
         host: str = "",
         is_sound: bool = False,
         able: Mapping[str, str] | None = None,
-    ) -> Verdict:
+    ) -> OnFailure:
         """Count one more failure, and decide.
 
         Args:
@@ -69,16 +69,16 @@ class StepFailures:
         self.hosts.add(host)
         self.failed_by_sound |= is_sound
         if self.attempts < policy.max_attempts or self._must_fail_elsewhere(failure, able or {}):
-            return Verdict.TRY_AGAIN
+            return OnFailure.TRY_AGAIN
         self.settle()
         known = {left_out.sample_index for left_out in self.left_out}
         if policy.on_error == "raise" or failure.is_final or -1 in known:
-            return Verdict.RAISE
+            return OnFailure.RAISE
         # A sample that is left out and yet at fault: nobody knows which one it is.
         self.left_out.append(
             msgspec.structs.replace(failure, sample_index=-1) if failure.sample_index in known else failure
         )
-        return Verdict.LEAVE_OUT
+        return OnFailure.LEAVE_OUT
 
     def settle(self) -> None:
         """Begin a new count: the step was made, or what becomes of it is decided."""

@@ -52,7 +52,7 @@ from hetstream.mpi_dataworkers.process.children import (
 from hetstream.mpi_dataworkers.process.programs import joined, serves
 from hetstream.mpi_dataworkers.wire.messages import Program, ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import buffers_in, places_of, read_into
-from hetstream.mpi_dataworkers.worker.process import Answer, StackFile, WorkPage
+from hetstream.mpi_dataworkers.worker.process import LoadAnswer, StackFile, WorkPage
 
 # What a data worker process has loaded of the program that it serves.
 #
@@ -389,11 +389,11 @@ def ask_to_be_forked(page: WorkPage, pipeline_id: str, limit_s: float, is_wanted
     supervisor = os.getppid()
     if page.wished[0] != pipeline_id:
         wish(page, pipeline_id, limit_s)
-    while page.answer is Answer.WAIT and is_wanted() and not is_stopped(supervisor):
+    while page.answer is LoadAnswer.WAIT and is_wanted() and not is_stopped(supervisor):
         time.sleep(_ASK_AGAIN_S)
     if not is_wanted():
         return False  # the wish stands, so that a long load that nobody waits for now comes to its end
-    if page.answer is Answer.LEAVE:
+    if page.answer is LoadAnswer.LEAVE:
         return True
     page.wish("")
     return False
@@ -433,7 +433,7 @@ class ForkServers:
         self._refused: dict[str, str] = {}  # with the reason; the oldest first
         self._ended: set[int] = set()  # processes that are not reaped yet
 
-    def answer(self, pipeline_id: str, limit_s: float) -> Answer:
+    def answer(self, pipeline_id: str, limit_s: float) -> LoadAnswer:
         """What to tell a process that wants a pipeline to be loaded once for all; begin to load it, if nobody has."""
         server = self._servers.get(pipeline_id)
         if server is None and pipeline_id not in self._refused:
@@ -441,13 +441,13 @@ class ForkServers:
                 self._servers[pipeline_id] = self._begin(pipeline_id, limit_s)
             except OSError as error:  # no process or descriptor to spare
                 self._refuse(pipeline_id, f"a fork server cannot be started: {error}")
-                return Answer.LOAD
-            return Answer.WAIT
+                return LoadAnswer.LOAD
+            return LoadAnswer.WAIT
         if server is not None and not server.is_loaded:
             self._hear(pipeline_id, server)
         if pipeline_id in self._refused:
-            return Answer.LOAD
-        return Answer.LEAVE if server is not None and server.is_loaded else Answer.WAIT
+            return LoadAnswer.LOAD
+        return LoadAnswer.LEAVE if server is not None and server.is_loaded else LoadAnswer.WAIT
 
     def fork(self, pipeline_id: str, start_bytes: bytes, page: WorkPage, stacks: StackFile) -> int | None:
         """Have a data worker process forked that has a pipeline.

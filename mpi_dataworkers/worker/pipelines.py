@@ -37,7 +37,7 @@ from hetstream.mpi_dataworkers.worker.fork_server import (
     wish,
 )
 from hetstream.mpi_dataworkers.worker.leases import DispatcherConnection, HeldLeases, LeaseGone
-from hetstream.mpi_dataworkers.worker.process import Answer, WorkPage
+from hetstream.mpi_dataworkers.worker.process import LoadAnswer, WorkPage
 
 # Where a data worker process finds a pickled pipeline: on this host, or at the dispatcher.
 
@@ -371,7 +371,12 @@ class Pipelines:
 
     def is_spent(self) -> bool:
         """Whether this process is to leave once no session goes on; asked by the control thread."""
-        return bool(self._passes) and self._is_supervised and not self._lasting and self._page.answer is not Answer.WAIT
+        return (
+            bool(self._passes)
+            and self._is_supervised
+            and not self._lasting
+            and self._page.answer is not LoadAnswer.WAIT
+        )
 
     def _forget_old(self, pipeline_id: str) -> None:
         """Forget what no loader uses, and this pipeline if it could not be loaded some time ago."""

@@ -183,7 +183,7 @@ _UNWANTED = struct.Struct("<q")
 _UNWANTED_AT = _SHARES_AT + _NAME.size
 
 
-class Answer(enum.IntEnum):
+class LoadAnswer(enum.IntEnum):
     """What a process is told that wants a pipeline to be loaded before it is forked."""
 
     WAIT = 0
@@ -290,7 +290,7 @@ class WorkPage:
 
     def wish(self, pipeline_id: str, limit_s: float = 0.0) -> None:
         """Want a pipeline to be loaded before this process is forked anew; "" to want it no more."""
-        _WISH.pack_into(self._page, _WISH_AT, b"", limit_s, Answer.WAIT)
+        _WISH.pack_into(self._page, _WISH_AT, b"", limit_s, LoadAnswer.WAIT)
         _NAME.pack_into(self._page, _WISH_AT, pipeline_id.encode())  # who sees it, sees the rest
 
     @property
@@ -300,12 +300,12 @@ class WorkPage:
         return pipeline_id.rstrip(b"\0").decode(), limit_s
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> LoadAnswer:
         """The supervisor's, to the wish."""
-        return Answer(_ANSWER.unpack_from(self._page, _ANSWER_AT)[0])
+        return LoadAnswer(_ANSWER.unpack_from(self._page, _ANSWER_AT)[0])
 
     @answer.setter
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: LoadAnswer) -> None:
         _ANSWER.pack_into(self._page, _ANSWER_AT, answer)
 
     @property

@@ -48,7 +48,7 @@ from hetstream.mpi_dataworkers.wire.messages import Fate
 from hetstream.mpi_dataworkers.worker.fork_server import Exchange, ForkServers, LoadedProgram
 from hetstream.mpi_dataworkers.worker.leases import CONNECT_TIMEOUT_S
 from hetstream.mpi_dataworkers.worker.process import (
-    Answer,
+    LoadAnswer,
     MakeEarlierStage,
     ShutdownDeadlines,
     StackFile,
@@ -253,7 +253,7 @@ class _Supervisor:
             child.num_asked = num_asked
             self._start(child.start.slot)
         pipeline_id, limit_s = child.page.wished
-        if pipeline_id and child.page.answer is Answer.WAIT:
+        if pipeline_id and child.page.answer is LoadAnswer.WAIT:
             child.page.answer = self._fork_servers.answer(pipeline_id, limit_s)
         work = child.page.read()
         if work is not None and child.page.deadlines.is_overdue(time.monotonic(), True):

@@ -15,7 +15,7 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import size_words
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.partitioner.analysis import Findings
-from hetstream.mpi_dataworkers.partitioner.cut import Decision
+from hetstream.mpi_dataworkers.partitioner.cut import CutDecision
 from hetstream.mpi_dataworkers.partitioner.program import Kind
 from hetstream.slurm_plugin.cli.screen import wants_color, width_of
 from hetstream.slurm_plugin.render.tables import Column, Report, Section, as_json, as_table
@@ -56,7 +56,7 @@ def _findings(command: list[str], offload: str) -> Findings:
         )
 
 
-def report_of(found: Findings, decision: Decision) -> Report:
+def report_of(found: Findings, decision: CutDecision) -> Report:
     """The answer, as table and JSON."""
     rows = []
     for operator in found.graph.operators:

@@ -24,7 +24,7 @@ from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, served_jobs, who_holds
 from hetstream.slurm_plugin.packing.notes import is_guarded, where
 from hetstream.slurm_plugin.packing.observe import PackingView, view
-from hetstream.slurm_plugin.packing.quota import Quotas, Verdict
+from hetstream.slurm_plugin.packing.quota import QuotaAction, Quotas
 from hetstream.slurm_plugin.packing.quota_file import QuotaFile, QuotaView, Tenants, why_not_upgraded
 
 PARTITIONS_VARIABLE, QUOTAS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS", "HETSTREAM_QUOTAS"
@@ -36,9 +36,9 @@ _ANSWER_S = 5.0
 
 
 _TO_COME = {
-    Verdict.GUARANTEED: "it is to be released: ",
-    Verdict.OPPORTUNISTIC: "it is to become an opportunistic job: ",
-    Verdict.RESERVE: "GPUs are kept for it: ",
+    QuotaAction.GUARANTEED: "it is to be released: ",
+    QuotaAction.OPPORTUNISTIC: "it is to become an opportunistic job: ",
+    QuotaAction.RESERVE: "GPUs are kept for it: ",
 }
 
 

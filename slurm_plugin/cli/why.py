@@ -26,7 +26,7 @@ from hetstream.slurm_plugin.insight.het_job import explain_together, find_jobs
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.node_table import gres_in_doubt, gres_words
 from hetstream.slurm_plugin.insight.proposals import told_by_job
-from hetstream.slurm_plugin.insight.why import Explainer, Explanation, Verdict
+from hetstream.slurm_plugin.insight.why import Explainer, Explanation, Remedy
 from hetstream.slurm_plugin.render.tables import Column, Report, Row, Section, partition_words
 
 EPILOG = f"""\
@@ -163,7 +163,7 @@ def _with_packing(explanation: Explanation, reasons: Mapping[str, str]) -> Expla
         return explanation
     blocker = Blocker("packer", reason, f"hetstream gpu jobs {job.label}")
     why_not = "it is the packer that starts it" if job.count("gpu") else "it shares a GPU that others have"
-    return replace(explanation, blockers=(blocker,), conversion=Verdict(False, why_not))
+    return replace(explanation, blockers=(blocker,), conversion=Remedy(False, why_not))
 
 
 def _facts(explanation: Explanation, now_s: float) -> Row:

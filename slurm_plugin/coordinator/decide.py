@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, GpuUse, JobClass, Order, Statistics
 from hetstream.slurm_plugin.coordinator import pacing
 from hetstream.slurm_plugin.coordinator.pacing import Pacing, Phase, measured_anew
 
@@ -209,7 +209,7 @@ _GAIN = 0.02
 
 
 @dataclass(frozen=True)
-class Trial:
+class MemoryTrial:
     """Where the search is.
 
     Attributes:
@@ -229,12 +229,14 @@ class Trial:
     fastest_ns: Mapping[str, int] = field(default_factory=dict)
 
 
-def advance_trial(trial: Trial, capacity_bytes: int, demands: Mapping[str, int], jobs: tuple[SharingJob, ...]) -> Trial:
+def advance_trial(
+    trial: MemoryTrial, capacity_bytes: int, demands: Mapping[str, int], jobs: tuple[SharingJob, ...]
+) -> MemoryTrial:
     """The next state: begun anew when other jobs are there, and one move further when the last one can be judged."""
     names = {job.name for job in jobs}
     if set(trial.tried) != names:
         limits = divided_memory(capacity_bytes, demands)
-        return Trial(limits, {}, limits, _all_moves(names), _counts(jobs))
+        return MemoryTrial(limits, {}, limits, _all_moves(names), _counts(jobs))
     durations = {job.name: job.statistics.mini_batch_ns for job in jobs if job.statistics}
     made = {name: count - trial.counts.get(name, 0) for name, count in _counts(jobs).items()}
     if len(durations) < len(names) or min(made.values()) < _BATCHES or min(durations.values()) <= 0:
@@ -300,7 +302,7 @@ class GpuState:
     """
 
     pacing: Pacing = field(default_factory=Pacing)
-    trial: Trial = field(default_factory=Trial)
+    trial: MemoryTrial = field(default_factory=MemoryTrial)
     limits: Mapping[str, int] = field(default_factory=dict)
     raised_ns: int = 0
     lowered_ns: Mapping[str, int] = field(default_factory=dict)
@@ -312,7 +314,7 @@ class GpuState:
 
 
 @dataclass(frozen=True)
-class Decision:
+class OrderDecision:
     """What one job is to do, and why.
 
     Attributes:
@@ -326,7 +328,7 @@ class Decision:
     is_disobedient: bool = False
 
 
-def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, Decision]]:
+def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, OrderDecision]]:
     """What all jobs of a GPU are to do, if none of them has processes on other GPUs (see `decide_all`).
 
     Args:
@@ -352,7 +354,7 @@ def paced(state: GpuState, seen: Measurements, now_ns: int) -> Pacing:
     return state.pacing if guaranteed or seen.is_reserved else Pacing()
 
 
-def orders(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, Decision]]:
+def orders(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, OrderDecision]]:
     """As `decide`, once it is known how fast the guaranteed job is."""
     state = replace(
         _limit_memory(state, seen, now_ns),
@@ -363,12 +365,12 @@ def orders(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
     valid_until_ns = now_ns + VALID_NS
     decisions = {}
     for job in seen.all_guaranteed:
-        run = Order(valid_until_ns, Verdict.RUN, share=FULL_SHARE)
-        decisions[job.name] = Decision(run, f"guaranteed; {state.pacing.reason}")
+        run = Order(valid_until_ns, GpuUse.RUN, share=FULL_SHARE)
+        decisions[job.name] = OrderDecision(run, f"guaranteed; {state.pacing.reason}")
     for job in seen.opportunistic:
         order, reason = _order_for(state, seen, job, now_ns)
         order = replace(order, valid_until_ns=valid_until_ns, limit_bytes=state.limits[job.name])
-        decisions[job.name] = Decision(order, reason)
+        decisions[job.name] = OrderDecision(order, reason)
     return _watched(state, seen, decisions, now_ns)
 
 
@@ -449,7 +451,7 @@ def _order_for(state: GpuState, seen: Measurements, job: SharingJob, now_ns: int
             return Order(), "a guaranteed job from before this coordinator has not come to it yet: paused"
         if seen.is_reserved:
             return Order(), "a guaranteed job without an agent has the GPU: paused"
-        return Order(verdict=Verdict.RUN, share=FULL_SHARE), "no guaranteed job is there"
+        return Order(verdict=GpuUse.RUN, share=FULL_SHARE), "no guaranteed job is there"
     return _order_beside(state, seen.guaranteed.statistics, job, now_ns)
 
 
@@ -458,7 +460,7 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
     if record is None:
         return Order(), "the guaranteed job says nothing that can be: paused"
     if _is_giving_back(state, job, now_ns):
-        return Order(verdict=Verdict.FINISH, meet_at=job.meet_at), "it is to give memory back at its next boundary"
+        return Order(verdict=GpuUse.FINISH, meet_at=job.meet_at), "it is to give memory back at its next boundary"
     needed_bytes = job.statistics.peak_bytes if job.statistics and not job.statistics.host_capacity_bytes else 0
     if needed_bytes > state.limits[job.name]:
         return Order(), f"{needed_bytes:,} bytes that it needs are not free, and nothing can stand in: paused"
@@ -466,18 +468,18 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
     if _is_leaving(state, job, now_ns):  # others of its processes wait for it; no faster than before
         before = replace(state.pacing, phase=Phase.SHARING)
         order = Order(
-            verdict=Verdict.RUN, share=pacing.share_now(before, record), meet_at=job.meet_at,
+            verdict=GpuUse.RUN, share=pacing.share_now(before, record), meet_at=job.meet_at,
             open_until_ns=pacing.open_until_ns(before, record, now_ns), idle_since_ns=record.boundary_ns,
         )  # fmt: skip
         return order, f"{state.pacing.reason}: it goes on to the boundary at which its processes meet"
     if state.pacing.phase is Phase.MEASURING:
-        verdict = Verdict.RUN if open_until_ns else Verdict.PAUSE
+        verdict = GpuUse.RUN if open_until_ns else GpuUse.PAUSE
         order = Order(verdict=verdict, open_until_ns=open_until_ns, idle_since_ns=record.boundary_ns)
         return order, f"{state.pacing.reason}: paused while it is measured"
     if pacing.is_silent(state.pacing, record, now_ns):
         return Order(), "the guaranteed job has been at one mini-batch for long: paused"
     order = Order(
-        verdict=Verdict.RUN,
+        verdict=GpuUse.RUN,
         share=pacing.share_now(state.pacing, record),
         open_until_ns=open_until_ns,
         idle_since_ns=record.boundary_ns,
@@ -496,7 +498,7 @@ def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
         return _share_memory(state, seen, demands, now_ns)
     if seen.is_awaited:  # the coordinator before has told them what the guaranteed job leaves
         kept = {job.name: kept_bytes(job, seen.capacity_bytes) for job in jobs}
-        return replace(state, limits=kept, trial=Trial(), raised_ns=now_ns)
+        return replace(state, limits=kept, trial=MemoryTrial(), raised_ns=now_ns)
     available = 0
     if seen.guaranteed and _is_settled(state, seen.guaranteed):
         record = seen.guaranteed.statistics or Statistics()
@@ -506,7 +508,7 @@ def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
     may_rise = now_ns - state.raised_ns >= _RAISE_NS
     limits = stepwise_limits(seen.capacity_bytes, state.limits, wanted, may_rise)
     rises = any(limits[name] > state.limits.get(name, 0) for name in limits)
-    return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns if rises else state.raised_ns)
+    return replace(state, limits=limits, trial=MemoryTrial(), raised_ns=now_ns if rises else state.raised_ns)
 
 
 def _is_settled(state: GpuState, guaranteed: SharingJob) -> bool:
@@ -522,14 +524,14 @@ def _share_memory(state: GpuState, seen: Measurements, demands: Mapping[str, int
     if spare_bytes >= 0 or len(demands) == 1:
         each_bytes = spare_bytes // max(1, len(demands))
         limits = {name: demand_bytes + each_bytes for name, demand_bytes in demands.items()}
-        return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns)
+        return replace(state, limits=limits, trial=MemoryTrial(), raised_ns=now_ns)
     advanced = advance_trial(state.trial, capacity_bytes, demands, seen.opportunistic)
     return replace(state, limits=dict(advanced.tried), trial=advanced, raised_ns=now_ns)
 
 
 def _watched(
-    state: GpuState, seen: Measurements, decisions: dict[str, Decision], now_ns: int
-) -> tuple[GpuState, dict[str, Decision]]:
+    state: GpuState, seen: Measurements, decisions: dict[str, OrderDecision], now_ns: int
+) -> tuple[GpuState, dict[str, OrderDecision]]:
     """Who has not kept to his orders, for how long."""
     lowered_ns, paused = dict[str, int](), dict[str, int | None]()
     record = seen.guaranteed.statistics if seen.guaranteed else None
@@ -550,7 +552,7 @@ def _watched(
             is_culprit = is_short and not seen.is_hogged
             if now_ns - lowered_ns[job.name] > patience_ns and (is_culprit or not gives):
                 complaint = f"it holds {job.held_bytes:,} bytes and may hold {state.limits[job.name]:,}"
-        if decision.order.verdict == Verdict.PAUSE:
+        if decision.order.verdict == GpuUse.PAUSE:
             before = state.paused.get(job.name)
             # What it makes before it has the order, or made under another coordinator, is not held against it.
             paused[job.name] = made if before is None and job.name in state.paused and job.statistics else before
@@ -575,7 +577,7 @@ def _watched(
 # * *Guaranteed.* Its pace alone is measured on all of its GPUs at once: others on one of them would make it look slow
 #   on all.
 
-Decisions = dict[str, dict[str, Decision]]
+Decisions = dict[str, dict[str, OrderDecision]]
 
 
 def decide_all(
@@ -653,8 +655,8 @@ def _met(decisions: Decisions, seen: Mapping[str, Measurements]) -> Decisions:
     return decisions
 
 
-def _may_begin(decision: Decision) -> bool:
-    return decision.order.verdict == Verdict.RUN and not decision.order.meet_at
+def _may_begin(decision: OrderDecision) -> bool:
+    return decision.order.verdict == GpuUse.RUN and not decision.order.meet_at
 
 
 def _measured_together(

@@ -30,7 +30,7 @@ from hetstream.hetjob.gpu.handshake import (
     NEWS,
     OTHER_WORK,
     UPGRADED,
-    Answer,
+    CoordinatorAnswer,
     Introduction,
     read_introduction,
 )
@@ -45,7 +45,7 @@ from hetstream.hetjob.gpu.orders import (
     make_work,
 )
 from hetstream.slurm_plugin.coordinator.admission import Admission, Agentless, Peer, agentless, check_rank
-from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, Measurements, SharingJob, decide_all
+from hetstream.slurm_plugin.coordinator.decide import GpuState, Measurements, OrderDecision, SharingJob, decide_all
 from hetstream.slurm_plugin.coordinator.gpus import Gpu, of_this_namespace
 from hetstream.slurm_plugin.coordinator.table import (
     TABLE_VERSION,
@@ -150,7 +150,7 @@ class _Member:
     job: str = ""
     orders: Page[Order] | None = None
     statistics: Page[Statistics] | None = None
-    decision: Decision | None = None
+    decision: OrderDecision | None = None
     introduction: Introduction | None = None
     num_news: int = 0
     num_works: int = 0
@@ -172,7 +172,7 @@ class _SharedGpu:
     gpu: Gpu
     seen: Measurements
     state: GpuState = field(default_factory=GpuState)
-    decisions: dict[str, Decision] = field(default_factory=dict)
+    decisions: dict[str, OrderDecision] = field(default_factory=dict)
     is_reserved: bool = False
     is_awaited: bool = True  # its guaranteed job may have been there before the coordinator, and has not come to it
     agentless: dict[int, Agentless] | None = None  # None: nobody has counted
@@ -365,7 +365,7 @@ class Coordinator:
         except GpuJobRefused as error:
             with contextlib.suppress(OSError):
                 is_taken = isinstance(error, GpuTaken)
-                member.connection.send(encode(Answer(VERSION, refusal=str(error), is_taken=is_taken)))
+                member.connection.send(encode(CoordinatorAnswer(VERSION, refusal=str(error), is_taken=is_taken)))
             self._drop(member, f"refused: {error}")
 
     def _admit(self, member: _Member, message: bytes) -> None:
@@ -402,7 +402,7 @@ class Coordinator:
             member.statistics, statistics_descriptor = make_statistics()
             try:
                 reach("coordinator.pages_made")
-                answer = encode(Answer(VERSION, job_class=member.job_class))
+                answer = encode(CoordinatorAnswer(VERSION, job_class=member.job_class))
                 with contextlib.suppress(OSError):  # it has gone already: seen at its connection
                     writes = first and member.job_class is JobClass.GUARANTEED
                     work_descriptor = self._gpus[member.gpu].work_of(writes=writes)
@@ -429,7 +429,7 @@ class Coordinator:
         descriptor = sealed_file(self._tables[seen_by])
         try:
             with contextlib.suppress(OSError):  # it has gone already
-                socket.send_fds(member.connection, [encode(Answer(VERSION))], [descriptor])
+                socket.send_fds(member.connection, [encode(CoordinatorAnswer(VERSION))], [descriptor])
         finally:
             os.close(descriptor)
         self._drop(member)

@@ -20,10 +20,17 @@ from hetstream.base.typed_json import decode, encode
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.emulated_file import resolved
 from hetstream.hetjob.gpu.handshake import ask
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, VERSION, JobClass, Verdict
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, VERSION, GpuUse, JobClass
 from hetstream.hetjob.site.messages import MAX_GPUS, MAX_SHARING, GpuNow, ReportGpus, SharingJobNow, SharingNow
 from hetstream.slurm_plugin.coordinator.admission import Agentless
-from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, Measurements, SharingJob, believed, left_bytes
+from hetstream.slurm_plugin.coordinator.decide import (
+    GpuState,
+    Measurements,
+    OrderDecision,
+    SharingJob,
+    believed,
+    left_bytes,
+)
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
 
 TABLE_VERSION = 1
@@ -143,7 +150,7 @@ def gpu_row(
     gpu: Gpu,
     state: GpuState,
     seen: Measurements,
-    decisions: Mapping[str, Decision],
+    decisions: Mapping[str, OrderDecision],
     who: Mapping[str, Who],
     agentless: Collection[Agentless] | None,
     now_ns: int,
@@ -226,14 +233,14 @@ def _agentless_row(process: Agentless, now_ns: int) -> ProcessRow | None:
         return None
     return ProcessRow(
         job=process.holder.job, job_class=process.holder.job_class.value, uid=process.holder.uid, pid=process.pid,
-        verdict=Verdict.PAUSE.name.lower(), reason=complaint,
+        verdict=GpuUse.PAUSE.name.lower(), reason=complaint,
         share=0.0, limit_bytes=0, held_bytes=process.held_bytes, peak_bytes=0, host_bytes=0, host_capacity_bytes=0,
         num_batches=0, batch_s=None, alone_s=None, paused_s=0.0, said_ago_s=None,
         is_disobedient=True,
     )  # fmt: skip
 
 
-def _process_row(job: SharingJob, who: Who, decision: Decision, state: GpuState, now_ns: int) -> ProcessRow:
+def _process_row(job: SharingJob, who: Who, decision: OrderDecision, state: GpuState, now_ns: int) -> ProcessRow:
     order, record = decision.order, job.statistics
     batch_ns = float(record.mini_batch_ns) if record and record.mini_batch_ns else None
     alone_ns: float | None = state.alone_ns.get(job.name)
@@ -246,7 +253,7 @@ def _process_row(job: SharingJob, who: Who, decision: Decision, state: GpuState,
         job_class=job.job_class.value,
         uid=who.uid,
         pid=who.pid,
-        verdict=(Verdict.FINISH if order.meet_at and order.verdict else Verdict(order.verdict)).name.lower(),
+        verdict=(GpuUse.FINISH if order.meet_at and order.verdict else GpuUse(order.verdict)).name.lower(),
         reason=decision.reason,
         share=order.share / FULL_SHARE,
         limit_bytes=None if order.limit_bytes >= NO_LIMIT else order.limit_bytes,
@@ -346,7 +353,7 @@ _WINDOW = 10
 _SILENT_S = 30.0
 _MOST_TEXT = 200
 _MOST_DIGITS = 4
-_PAUSE = Verdict.PAUSE.name.lower()
+_PAUSE = GpuUse.PAUSE.name.lower()
 
 
 class GpuWatch:

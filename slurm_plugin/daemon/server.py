@@ -43,12 +43,12 @@ from hetstream.hetjob.site.messages import (
     RefuseReading,
     ReportDemand,
     ReportGpus,
-    Request,
     SetPolicy,
     ShowGpus,
     ShowPolicy,
     ShowReading,
     ShowStatus,
+    SiteRequest,
     TakeGpus,
     answer_mac,
     answer_text,
@@ -363,7 +363,7 @@ class Daemon:
             return await asyncio.get_running_loop().run_in_executor(self._decoders, self._munge.decode, data)
         return _user_of(writer), data
 
-    def _answer(self, uid: int, names: set[str], request: Request) -> bytes:
+    def _answer(self, uid: int, names: set[str], request: SiteRequest) -> bytes:
         question, now_s = request.question, time.time()
         sees_all = uid in (0, os.geteuid())
         if isinstance(question, AskReading):

@@ -18,7 +18,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
-from hetstream.base.locks import DirectoryInUse, hold_directory
+from hetstream.base.locks import HeldByAnother, hold_directory
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.daemon.registry import Registered, Times
@@ -127,7 +127,7 @@ class Store(_StateFile):
             with Directory.open_safe(directory) as opened:
                 try:
                     self._lock = hold_directory(opened)
-                except DirectoryInUse as error:
+                except HeldByAnother as error:
                     raise DaemonStateError(
                         f"{directory} is in use by the daemon with process id {error}. Stop that one, or give another "
                         "--state-dir"

@@ -65,7 +65,7 @@ NODE_COUNT = "node count"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Remedy:
     """Whether data workers would let the job start now.
 
     Attributes:
@@ -94,7 +94,7 @@ class Explanation:
     shape: Shape
     fits_on: tuple[str, ...]
     blockers: tuple[Blocker, ...]
-    conversion: Verdict
+    conversion: Remedy
     is_room_known: bool = True
 
 
@@ -169,7 +169,7 @@ class Explainer:
         """Explain one record."""
         shape = self._shape(job)
         if not job.is_pending:
-            return Explanation(job, shape, (), (), Verdict(False, "it does not wait"))
+            return Explanation(job, shape, (), (), Remedy(False, "it does not wait"))
         if self._snapshot.without_nodes:
             return Explanation(job, shape, (), (self._without_nodes(job),), self.conversion(job), False)
         fits, lacking = self._room(shape, job)
@@ -235,13 +235,13 @@ class Explainer:
                     self._components.setdefault(part.het.het_job_id, []).append(part)
         return (other for other in self._components.get(job.het.het_job_id, ()) if other.job_id != job.job_id)
 
-    def conversion(self, job: Job) -> Verdict:
+    def conversion(self, job: Job) -> Remedy:
         """Whether data workers would let a pending job start now."""
         said = self._said_by_slurm(job)
         if said:
-            return Verdict(False, f"what it waits for is no resource: {said.text}")
+            return Remedy(False, f"what it waits for is no resource: {said.text}")
         if self._snapshot.without_nodes:
-            return Verdict(False, f"it cannot be known where there is room ({self._snapshot.hidden})")
+            return Remedy(False, f"it cannot be known where there is room ({self._snapshot.hidden})")
         shape = self._shape(job)
         return self._conversion(job, shape, self._room(shape, job)[1])
 
@@ -681,42 +681,42 @@ class Explainer:
             return SOCKETS
         return HIDDEN if self._snapshot.hidden else "scheduler"
 
-    def _conversion(self, job: Job, shape: Shape, lacking: Sequence[Blocker]) -> Verdict:
+    def _conversion(self, job: Job, shape: Shape, lacking: Sequence[Blocker]) -> Remedy:
         if not shape.gpus:
-            return Verdict(False, "it asks for no GPU")
+            return Remedy(False, "it asks for no GPU")
         if job.het:
-            return Verdict(False, "it is a heterogeneous job already")
+            return Remedy(False, "it is a heterogeneous job already")
         if not lacking:
             if self._turn(job) == NOT_LOOKED_AT:
-                return Verdict(False, "what it waits for is not looked at here")
-            return Verdict(False, "there is room for it as it is")
+                return Remedy(False, "what it waits for is not looked at here")
+            return Remedy(False, "there is room for it as it is")
         kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
         if kept == shape.cpus:
-            return Verdict(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
+            return Remedy(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
         # The trainer keeps the memory of all its CPUs (`step_demand.py`): conversion writes --mem-per-cpu for fewer.
         trainer = replace(shape, cpus=kept, min_cpus=min(kept, shape.min_cpus))
         fits, still = self._room(trainer, job)
         if still:
             kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))
-            return Verdict(False, f"with {kept} CPUs a node it would wait too, for {kinds}")
+            return Remedy(False, f"with {kept} CPUs a node it would wait too, for {kinds}")
         if max(trainer.layout[:2]) > 1 and (option := self._sockets_in_doubt(job, trainer)):
-            return Verdict(
+            return Remedy(
                 False, f"whether sockets have room for {kept} CPUs a node, as {option} asks, Slurm alone weighs"
             )
         limited = replace(job, time_limit_s=self._limit_s(job))
         if self._turns.is_behind_unplanned(job):
             first, where = self._turns.first_unplanned(job), compress(node.name for node in fits)
             text = f"with {kept} CPUs a node it would have room on {where}, behind job {first}"
-            return Verdict(False, f"{text}, whose start is not planned")
+            return Remedy(False, f"{text}, whose start is not planned")
         plans = self._turns.plans_in_way(limited)
         trainers = self._room_of(trainer, limited, without=plans)
         if not trainers.is_enough(trainers.fits) and not plans:
-            return Verdict(False, f"with {kept} CPUs a node it would have room in uneven parts alone")
+            return Remedy(False, f"with {kept} CPUs a node it would have room in uneven parts alone")
         if not trainers.is_enough(trainers.fits):
             plan, where = self._first_in_way(trainer, limited, plans), compress(node.name for node in fits)
             left = duration(plan.start_s - self._snapshot.taken_s)
             text = f"with {kept} CPUs a node it would have room on {where}, and wait for job {plan.job.label}"
-            return Verdict(False, f"{text}, which is planned there in {left}, before it would have ended")
+            return Remedy(False, f"{text}, which is planned there in {left}, before it would have ended")
         chosen = self._table_for(self._in_reservations(job).reservation).chosen(trainers.chosen())
         moved = (shape.cpus - kept) * shape.num_nodes
         wanted = -(-moved // DEFAULT_DATA_WORKER_CPUS)
@@ -726,7 +726,7 @@ class Explainer:
         where = compress(node.name for node in chosen)
         start = f"with {kept} CPUs a node it would start on {where}"
         if not room:
-            return Verdict(
+            return Remedy(
                 True,
                 f"{start}; no node has {DEFAULT_DATA_WORKER_CPUS} CPUs for a data worker now, they would join later",
                 f"#HETSTREAM --data-workers=0-{wanted}{outside}",
@@ -735,7 +735,7 @@ class Explainer:
         least = 0 if job.array_job_id is not None else min(wanted, room)
         counts = f"{least}-{wanted}" if least < wanted else str(wanted)
         workers = f"{min(wanted, room)} of {wanted} data worker(s) of {DEFAULT_DATA_WORKER_CPUS} CPUs"
-        return Verdict(
+        return Remedy(
             True,
             f"{start}, and {workers} in partition {place}",
             f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}{outside}",

@@ -34,7 +34,7 @@ _ALIKE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PackedStart:
     """A job that is to start, where, and why there."""
 
     job: str
@@ -60,7 +60,7 @@ class PackingPlan:
         reasons: why each of the other waiting jobs waits, by its id.
     """
 
-    placements: tuple[Placement, ...] = ()
+    placements: tuple[PackedStart, ...] = ()
     evictions: tuple[Eviction, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ def decide(state: PackingState, now_s: float, rules: PackingRules | None = None)
         rules: other than the usual ones.
     """
     rules = rules or PackingRules()
-    placements: list[Placement] = []
+    placements: list[PackedStart] = []
     reasons: dict[str, str] = {}
     nodes = [_Room(node, state.placed, now_s, rules) for node in state.nodes]
     # Room only shrinks: where one job finds none, others that ask alike find none.
@@ -95,7 +95,7 @@ def decide(state: PackingState, now_s: float, rules: PackingRules | None = None)
         for room in nodes:
             if room.node.name in place.nodes:
                 room.take(job, place)
-        placements.append(Placement(job.job, place, f"{left:.0%} of the busiest of its GPUs is left to it"))
+        placements.append(PackedStart(job.job, place, f"{left:.0%} of the busiest of its GPUs is left to it"))
     evictions = tuple(
         Eviction(job.job, reason) for job in state.placed if (reason := _why_evict(job, rules))
     )  # fmt: skip

@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.run import Failure, failure_of
 from hetstream.slurm_plugin.client.values import compress
-from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement, decide
+from hetstream.slurm_plugin.packing.decide import PackedStart, PackingPlan, decide
 from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,
     Settlement,
@@ -330,7 +330,7 @@ class Packer:
         self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
         return replace(job, record=record)
 
-    def _place(self, job: OpportunisticJob, placement: Placement, *, forgets: bool) -> None:
+    def _place(self, job: OpportunisticJob, placement: PackedStart, *, forgets: bool) -> None:
         """Give a held job its place, and release it. It says that it can do with less time than it will have: backfill
         plans whole nodes, and starts nothing there that would run into the planned start of another job.
         """

@@ -174,7 +174,7 @@ class QuotaJob:
         return self.runs_as is JobClass.OPPORTUNISTIC and self.is_ready
 
 
-class Verdict(enum.Enum):
+class QuotaAction(enum.Enum):
     """What becomes of a job."""
 
     KEEP = "keep"
@@ -202,7 +202,7 @@ class QuotaDecision:
     """
 
     job: QuotaJob
-    verdict: Verdict
+    verdict: QuotaAction
     reason: str
     reserved_gpus: int = 0
 
@@ -248,7 +248,7 @@ def decide(quotas: Quotas, jobs: Sequence[QuotaJob], free_gpus: int, now_s: floa
         key=lambda job: _place(job, quotas.patience_s),
     )
     found = [_decide_in_line(job, quotas, left, now_s) for job in line]
-    found.sort(key=lambda decision: decision.verdict is not Verdict.UPGRADE)
+    found.sort(key=lambda decision: decision.verdict is not QuotaAction.UPGRADE)
     others = [job for job in jobs if job.asked is JobClass.OPPORTUNISTIC or job.runs_as is JobClass.GUARANTEED]
     return (*found, *(_decide_besides(job) for job in others))
 
@@ -261,8 +261,8 @@ def _place(job: QuotaJob, patience_s: float) -> tuple[object, ...]:
 def _decide_besides(job: QuotaJob) -> QuotaDecision:
     """A job that has no need of quota, or has it."""
     if job.runs_as is JobClass.GUARANTEED:
-        return QuotaDecision(job, Verdict.KEEP, "it is guaranteed until it ends")
-    verdict = Verdict.OPPORTUNISTIC if job.runs_as is None else Verdict.KEEP
+        return QuotaDecision(job, QuotaAction.KEEP, "it is guaranteed until it ends")
+    verdict = QuotaAction.OPPORTUNISTIC if job.runs_as is None else QuotaAction.KEEP
     return QuotaDecision(job, verdict, "opportunistic, as was asked for: it takes no quota and waits for none")
 
 
@@ -274,10 +274,10 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
         return _without_quota(job, why, 0.0, 0.0, now_s)
     if job.runs_as is JobClass.OPPORTUNISTIC and not job.is_ready:
         why = f": {job.not_now}" if job.not_now else " until its processes are all on GPUs that no guaranteed job has"
-        return QuotaDecision(job, Verdict.KEEP, f"opportunistic{why}")
+        return QuotaDecision(job, QuotaAction.KEEP, f"opportunistic{why}")
     beside = next((left.upgraded[gpu] for gpu in sorted(job.runs_on) if gpu in left.upgraded), None)
     if beside is not None:
-        return QuotaDecision(job, Verdict.KEEP, f"opportunistic: job {beside} on its GPU becomes guaranteed")
+        return QuotaDecision(job, QuotaAction.KEEP, f"opportunistic: job {beside} on its GPU becomes guaranteed")
     why = ""
     if job.tenant in left.head:
         why = f"job {left.head[job.tenant]} is before it in the line of tenant {tenant}"
@@ -293,9 +293,9 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
     left.gpus -= 0 if job.is_reserved else job.gpus
     reason = f"tenant {tenant} has {free} of its {whole} GPUs left"
     if job.runs_as is None:
-        return QuotaDecision(job, Verdict.GUARANTEED, reason)
+        return QuotaDecision(job, QuotaAction.GUARANTEED, reason)
     left.upgraded |= dict.fromkeys(job.runs_on, job.name)
-    return QuotaDecision(job, Verdict.UPGRADE, f"{reason}, and all of its processes are ready")
+    return QuotaDecision(job, QuotaAction.UPGRADE, f"{reason}, and all of its processes are ready")
 
 
 def _reserve(job: QuotaJob, left: _Left) -> QuotaDecision:
@@ -304,10 +304,12 @@ def _reserve(job: QuotaJob, left: _Left) -> QuotaDecision:
     kept, left.gpus = left.gpus, 0
     gang, left.gang = left.gang, left.gang or job.name
     if job.runs_as is JobClass.OPPORTUNISTIC:
-        return QuotaDecision(job, Verdict.KEEP, f"opportunistic: the GPUs that are free go to job {gang or 'others'}")
+        return QuotaDecision(
+            job, QuotaAction.KEEP, f"opportunistic: the GPUs that are free go to job {gang or 'others'}"
+        )
     others = f"; others are kept for job {gang}" if gang else ""
     return QuotaDecision(
-        job, Verdict.RESERVE, f"within its quota; {kept} of its {job.gpus} GPUs are free{others}", kept
+        job, QuotaAction.RESERVE, f"within its quota; {kept} of its {job.gpus} GPUs are free{others}", kept
     )
 
 
@@ -322,20 +324,20 @@ def _without_quota(job: QuotaJob, why: str, after_s: float, offer_s: float, now_
         now_s: the time.
     """
     if job.runs_as is JobClass.OPPORTUNISTIC:
-        return QuotaDecision(job, Verdict.KEEP, f"opportunistic: {why}")
+        return QuotaDecision(job, QuotaAction.KEEP, f"opportunistic: {why}")
     waited_s = max(0.0, now_s - job.submit_s)
     since = f"{why}; it has waited for {duration(waited_s)}"
     if job.opportunistic_after_s is None:
         if waited_s < offer_s:
-            return QuotaDecision(job, Verdict.WAIT, since)
+            return QuotaDecision(job, QuotaAction.WAIT, since)
         return QuotaDecision(
             job,
-            Verdict.OFFER,
+            QuotaAction.OFFER,
             f"{since}. As an opportunistic job it could start now: submit it again with --opportunistic-after",
         )
     if waited_s < after_s:
-        return QuotaDecision(job, Verdict.WAIT, since)
-    return QuotaDecision(job, Verdict.OPPORTUNISTIC, f"{since}, and its user lets it start as an opportunistic job")
+        return QuotaDecision(job, QuotaAction.WAIT, since)
+    return QuotaDecision(job, QuotaAction.OPPORTUNISTIC, f"{since}, and its user lets it start as an opportunistic job")
 
 
 def above_quota(quotas: Quotas, jobs: Sequence[QuotaJob]) -> Mapping[str, int]:

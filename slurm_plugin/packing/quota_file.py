@@ -37,11 +37,11 @@ from hetstream.slurm_plugin.packing.notes import (
 )
 from hetstream.slurm_plugin.packing.quota import (
     Excess,
+    QuotaAction,
     QuotaDecision,
     QuotaJob,
     Quotas,
     QuotaSite,
-    Verdict,
     decide,
     excesses,
     read_quotas,
@@ -526,7 +526,9 @@ def _is_of(node: Node, quotas: Quotas) -> bool:
 def _possible(decision: QuotaDecision, problems: Mapping[str, str]) -> QuotaDecision:
     """A decision that can be carried out: what could not run as an opportunistic job waits."""
     problem = problems.get(decision.job.name, "")
-    if not problem or decision.verdict not in (Verdict.OPPORTUNISTIC, Verdict.OFFER):
+    if not problem or decision.verdict not in (QuotaAction.OPPORTUNISTIC, QuotaAction.OFFER):
         return decision
     reason = decision.reason.partition(". As an opportunistic job")[0]
-    return replace(decision, verdict=Verdict.WAIT, reason=f"{reason}. As an opportunistic job it cannot run: {problem}")
+    return replace(
+        decision, verdict=QuotaAction.WAIT, reason=f"{reason}. As an opportunistic job it cannot run: {problem}"
+    )

@@ -49,7 +49,7 @@ from hetstream.slurm_plugin.packing.notes import (
     with_taken,
 )
 from hetstream.slurm_plugin.packing.observe import PackingView
-from hetstream.slurm_plugin.packing.quota import Excess, QuotaDecision, Verdict, above_quota
+from hetstream.slurm_plugin.packing.quota import Excess, QuotaAction, QuotaDecision, above_quota
 from hetstream.slurm_plugin.packing.quota_file import (
     QuotaView,
     SeenGpus,
@@ -263,8 +263,8 @@ _UPGRADE = "#!/bin/sh\nexit 0\n"
 _MOST_ASKED = 200
 # Of a job of which Slurm does not say clearly what it has.
 _IN_DOUBT = (Gres("gpu", "", 1),)
-_WAITS = {Verdict.OFFER: "offered", Verdict.RESERVE: "reserved", Verdict.WAIT: "waits"}
-_WOULD = {Verdict.GUARANTEED: "grant", Verdict.OPPORTUNISTIC: "move", Verdict.UPGRADE: "upgrade"}
+_WAITS = {QuotaAction.OFFER: "offered", QuotaAction.RESERVE: "reserved", QuotaAction.WAIT: "waits"}
+_WOULD = {QuotaAction.GUARANTEED: "grant", QuotaAction.OPPORTUNISTIC: "move", QuotaAction.UPGRADE: "upgrade"}
 
 
 class QuotaSlurm(Protocol):
@@ -409,7 +409,7 @@ class QuotaPacker:
             if job is None or name in quota.unguarded or name not in quota.admin_comments or rests(name):
                 continue
             with self._alone(name):
-                if decision.verdict is Verdict.GUARANTEED and not takes_gpus:
+                if decision.verdict is QuotaAction.GUARANTEED and not takes_gpus:
                     granted = with_granted(quota.admin_comments[name], decision.job.gpus)
                     if granted != quota.admin_comments[name]:
                         self._slurm.update(name, {"AdminComment": granted})
@@ -417,7 +417,7 @@ class QuotaPacker:
                     self._slurm.release(name)
                     reach("packer.granted")
                     self._say(PackingEvent("granted", name, decision.reason))
-                elif decision.verdict is Verdict.OPPORTUNISTIC:
+                elif decision.verdict is QuotaAction.OPPORTUNISTIC:
                     self._move(name, job, decision, seen.snapshot)
 
     def _hold_unguarded(self, name: str, job: Job, what: str) -> None:
@@ -534,7 +534,7 @@ class QuotaPacker:
         quota, now_s = seen.quota, self._clock()
         look = _Look(
             SeenGpus(seen.readings, now_s, self._rules), seen.snapshot, quota.quotas.partitions,
-            {decision.job.name: decision for decision in quota.decisions if decision.verdict is Verdict.UPGRADE},
+            {decision.job.name: decision for decision in quota.decisions if decision.verdict is QuotaAction.UPGRADE},
             exempt_priority(seen.snapshot),
         )  # fmt: skip
         own = quota.placeholders

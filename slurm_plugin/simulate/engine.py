@@ -23,9 +23,9 @@ from hetstream.slurm_plugin.simulate.running import (
     MEMORY,
     Cause,
     Nodes,
-    Placement,
     Running,
     Shape,
+    StartPlace,
     Waiting,
 )
 from hetstream.slurm_plugin.simulate.scenario import Discipline, FailureOptions, Scenario
@@ -80,15 +80,15 @@ class Freeing:
 
     def __init__(self, free_s: float) -> None:
         self._free_s = free_s
-        self._held: deque[tuple[float, Shape, Placement]] = deque()
+        self._held: deque[tuple[float, Shape, StartPlace]] = deque()
         self.gpus = self.cpus = 0.0
 
     @property
-    def held(self) -> list[tuple[Shape, Placement]]:
+    def held(self) -> list[tuple[Shape, StartPlace]]:
         """By whom it was."""
         return [(shape, placement) for _, shape, placement in self._held]
 
-    def add(self, shape: Shape, placement: Placement, now_s: float) -> None:
+    def add(self, shape: Shape, placement: StartPlace, now_s: float) -> None:
         """A job has ended."""
         self._held.append((now_s + self._free_s, shape, placement))
         self._count(shape, 1)
@@ -166,7 +166,7 @@ class Reservation:
                 high = middle - 1
                 self.start_s, self._then = float(ends_s[rows[middle - 1]]), then
 
-    def allows(self, shape: Shape, placement: Placement, end_s: float) -> bool:
+    def allows(self, shape: Shape, placement: StartPlace, end_s: float) -> bool:
         """Whether another job may start now there, which is planned to end then."""
         if end_s <= self.start_s:
             return True
@@ -175,7 +175,7 @@ class Reservation:
         self._then.give_back(shape, placement)
         return fits
 
-    def started(self, shape: Shape, placement: Placement, end_s: float) -> None:
+    def started(self, shape: Shape, placement: StartPlace, end_s: float) -> None:
         """It has started: if it is still there at the reserved time, its resources are not."""
         if end_s > self.start_s:
             self._then.take(shape, placement)
@@ -334,7 +334,7 @@ class _Engine:
             self._waiting.add(job, cause, since_s)
             self._is_due = True
 
-    def _start(self, job: int, placement: Placement) -> int:
+    def _start(self, job: int, placement: StartPlace) -> int:
         load, now_s, packing = self._workload, self._now_s, self._packing
         shape, shares = self._shapes[self._shape_of[job]], self._shares[job]
         if packing is not None and shares:
@@ -517,7 +517,7 @@ class _Engine:
                 in_the_way.add(number)
                 waiting.waits_for(job, Cause.RESERVATION, now_s)
 
-    def _place(self, job: int) -> Placement | None:
+    def _place(self, job: int) -> StartPlace | None:
         """Where a job fits now; if nowhere, it is known what it waits for."""
         number = self._shape_of[job]
         cause = self._no_room.get(number)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hetstream.slurm_plugin.packing.decide import PackingPlan
 from hetstream.slurm_plugin.packing.state import GpuNode, GpuUse, PackingState, Place, PlacedJob, SharedGpu, WaitingJob
-from hetstream.slurm_plugin.simulate.running import Nodes, Placement, Running, Shape
+from hetstream.slurm_plugin.simulate.running import Nodes, Running, Shape, StartPlace
 from hetstream.slurm_plugin.simulate.scenario import Scenario
 from hetstream.slurm_plugin.simulate.sharing import Felt, GpuLoad, PackingOptions
 from hetstream.slurm_plugin.simulate.workload import Cluster, Workload
@@ -180,7 +180,7 @@ class Packing:
         parts = {job: self._parts(job) for job in np.flatnonzero(self._asked.is_opportunistic).tolist()}
         return {job: _TOO_LARGE for job, part in parts.items() if part is None}
 
-    def find(self, shape: Shape, find: Callable[[Shape], Placement | None]) -> Placement | None:
+    def find(self, shape: Shape, find: Callable[[Shape], StartPlace | None]) -> StartPlace | None:
         """Where a guaranteed job fits: opportunistic jobs are in nobody's way.
 
         Args:
@@ -193,7 +193,7 @@ class Packing:
         without = self.without_them()[0].find
         return without(shape) if find == self._nodes.find else find(shape) or without(shape)
 
-    def in_the_way(self, shape: Shape, placement: Placement) -> list[int]:
+    def in_the_way(self, shape: Shape, placement: StartPlace) -> list[int]:
         """Rows of opportunistic jobs that must leave so that a guaranteed one has its CPUs and memory: the newest."""
         found: list[int] = []
         nodes = [*placement.nodes.tolist(), *placement.extra_nodes.tolist()]
@@ -227,7 +227,7 @@ class Packing:
 
     # The packer
 
-    def look(self, now_s: float) -> tuple[list[int], list[tuple[int, Placement, Ints]]]:
+    def look(self, now_s: float) -> tuple[list[int], list[tuple[int, StartPlace, Ints]]]:
         """Ask the packer, if it is time: rows of jobs to take away, and jobs to start, where."""
         if now_s < self._look_s:
             return [], []
@@ -250,7 +250,7 @@ class Packing:
             at_s = step_s * math.ceil(min(due_s) / step_s)
             self._look_s = min(self._look_s, at_s if at_s > now_s else at_s + step_s)
 
-    def _placements(self, plan: PackingPlan) -> list[tuple[int, Placement, Ints]]:
+    def _placements(self, plan: PackingPlan) -> list[tuple[int, StartPlace, Ints]]:
         found = []
         for placement in plan.placements:
             job = int(placement.job)
@@ -258,7 +258,7 @@ class Packing:
             indices = np.array(placement.place.indices, dtype=np.int64)
             units = np.full(len(nodes), int(self._load.units[job]) // len(nodes), dtype=np.int64)
             gpus = (self._first[nodes][:, None] + indices).reshape(-1)
-            found.append((job, Placement(nodes, units, _NONE, _NO_CPUS), gpus))
+            found.append((job, StartPlace(nodes, units, _NONE, _NO_CPUS), gpus))
         return found
 
     def _state(self, now_s: float) -> PackingState:
@@ -396,7 +396,7 @@ class Packing:
     def _line_gpus(self) -> Ints:
         return np.concatenate([*self._shared.values(), _NONE])
 
-    def _held(self, row: int) -> tuple[Shape, Placement]:
+    def _held(self, row: int) -> tuple[Shape, StartPlace]:
         held = self._running.placements[row]
         assert held is not None, f"row {row} is free"
         return held

@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StartPlace:
     """Where a job is.
 
     Attributes:
@@ -103,7 +103,7 @@ class Nodes:
         other._rank = np.where(other.is_up, other.gpus * _MORE + other.cpus, np.inf)
         return other
 
-    def find(self, shape: Shape) -> Placement | None:
+    def find(self, shape: Shape) -> StartPlace | None:
         """Where a shape fits: on one node if any has the room, the one with least free; else on the fewest nodes."""
         units, gpus, cpus, memory_gib, _ = shape
         fits = self.cpus >= units * cpus
@@ -129,13 +129,13 @@ class Nodes:
             counts[-1] -= int(filled[num_nodes - 1]) - units
         return self.placed(shape, nodes, counts)
 
-    def placed(self, shape: Shape, nodes: Ints, counts: Ints) -> Placement | None:
+    def placed(self, shape: Shape, nodes: Ints, counts: Ints) -> StartPlace | None:
         """The placement with so many units on these nodes; None if there are not the CPUs that it has anywhere."""
         if not shape.extra_cpus:
-            return Placement(nodes, counts, _NOWHERE, _NOTHING)
+            return StartPlace(nodes, counts, _NOWHERE, _NOTHING)
         return self._with_extra(nodes, counts, shape.cpus, shape.extra_cpus)
 
-    def _with_extra(self, nodes: Ints, counts: Ints, cpus: float, extra: float) -> Placement | None:
+    def _with_extra(self, nodes: Ints, counts: Ints, cpus: float, extra: float) -> StartPlace | None:
         """CPUs anywhere come first from nodes that have the fewest free GPUs to strand."""
         free = np.where(self.is_up, self.cpus, 0.0)
         free[nodes] -= counts * cpus
@@ -144,7 +144,7 @@ class Nodes:
         order = np.lexsort((free, self.gpus))
         given = np.diff(np.minimum(np.cumsum(free[order]), extra), prepend=0.0)
         places = np.flatnonzero(given > 0)
-        return Placement(nodes, counts, order[places], given[places])
+        return StartPlace(nodes, counts, order[places], given[places])
 
     def room(self, gpus: float, cpus: float, memory_gib: float) -> Ints:
         """How many units of a kind each node has room for."""
@@ -168,7 +168,7 @@ class Nodes:
             return MEMORY
         return CPUS
 
-    def take(self, shape: Shape, placement: Placement) -> None:
+    def take(self, shape: Shape, placement: StartPlace) -> None:
         """Give a job what it asks for.
 
         Raises:
@@ -176,7 +176,7 @@ class Nodes:
         """
         self._change(shape, placement, -1.0)
 
-    def give_back(self, shape: Shape, placement: Placement) -> None:
+    def give_back(self, shape: Shape, placement: StartPlace) -> None:
         """Take it from the job.
 
         Raises:
@@ -184,7 +184,7 @@ class Nodes:
         """
         self._change(shape, placement, 1.0)
 
-    def give_back_all(self, held: Sequence[tuple[Shape, Placement]]) -> None:
+    def give_back_all(self, held: Sequence[tuple[Shape, StartPlace]]) -> None:
         """Take from many jobs what they hold; for plans, which nobody checks."""
         if not held:
             return
@@ -203,7 +203,7 @@ class Nodes:
             self.cpus += np.bincount(node, np.concatenate([placement.extra_cpus for placement in extra]), size)
         self._rank = np.where(self.is_up, self.gpus * _MORE + self.cpus, np.inf)
 
-    def _change(self, shape: Shape, placement: Placement, sign: float) -> None:
+    def _change(self, shape: Shape, placement: StartPlace, sign: float) -> None:
         nodes, counts, own = placement.nodes, placement.units * sign, self.cluster
         if len(nodes) == 1 and not len(placement.extra_nodes):
             self._change_one(int(nodes[0]), float(counts[0]), shape)
@@ -317,10 +317,10 @@ class Running:
         self.end_s.fill(np.inf)
         self.top = 0
         self.count = 0
-        self.placements: list[tuple[Shape, Placement] | None] = [None] * size
+        self.placements: list[tuple[Shape, StartPlace] | None] = [None] * size
         self._free: list[int] = []
 
-    def add(self, job: int, shape: Shape, placement: Placement, values: dict[str, Any]) -> int:
+    def add(self, job: int, shape: Shape, placement: StartPlace, values: dict[str, Any]) -> int:
         """A job starts; its row."""
         if self._free:
             row = heapq.heappop(self._free)
@@ -336,7 +336,7 @@ class Running:
         self.count += 1
         return row
 
-    def remove(self, row: int) -> tuple[Shape, Placement]:
+    def remove(self, row: int) -> tuple[Shape, StartPlace]:
         """A job runs no more; what it held."""
         held = self.placements[row]
         assert held is not None, f"row {row} is free"

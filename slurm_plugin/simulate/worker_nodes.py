@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hetstream.slurm_plugin.placement import placement as places
 from hetstream.slurm_plugin.placement.data_workers import Network, spread, traffic_of
 from hetstream.slurm_plugin.placement.placement import CHOICES, TypicalShapes, place_gang
-from hetstream.slurm_plugin.simulate.running import Nodes, Placement, Shape
+from hetstream.slurm_plugin.simulate.running import Nodes, Shape, StartPlace
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -120,7 +120,7 @@ class JobPlaces:
         self._placement = CHOICES[name].make(self._seen, typical_shapes(nodes, expected), seed)
         self._changed = nodes.follow()
 
-    def find(self, shape: Shape) -> Placement | None:
+    def find(self, shape: Shape) -> StartPlace | None:
         """Where a job fits: on the node that the placement chooses, else on the fewest; None if nowhere."""
         self._look()
         if shape.gpus == 1:

@@ -25,7 +25,15 @@ from hetstream.checkpoint.record.layout import Generation, checksum
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.service import ReplicaService, for_others
 from hetstream.checkpoint.replica.trainer import TrainerReplicas
-from hetstream.checkpoint.replica.wire import Channel, Reply, Request, order_of, peer_of, read_order, write_order
+from hetstream.checkpoint.replica.wire import (
+    ReplicaChannel,
+    ReplicaReply,
+    ReplicaRequest,
+    order_of,
+    peer_of,
+    read_order,
+    write_order,
+)
 from tests.checkpoint import fake_trainer
 from tests.checkpoint.processes import FakeTrainer, begin_trainer, begin_writer
 
@@ -113,21 +121,21 @@ class Keeper:
         assert found
         return found
 
-    def connect(self) -> Channel:
-        return Channel.connect(self.endpoint, rendezvous.read_key(self.directory, 1))
+    def connect(self) -> ReplicaChannel:
+        return ReplicaChannel.connect(self.endpoint, rendezvous.read_key(self.directory, 1))
 
-    def keep(self, source: Store, spoil: Callable[[Channel, Segment], None] | None = None) -> Reply:
+    def keep(self, source: Store, spoil: Callable[[ReplicaChannel, Segment], None] | None = None) -> ReplicaReply:
         """Send the newest generation of a store, in the way of a checkpoint writer or in another."""
         content = source.held()[0]
         with self.connect() as channel, Segment.open(content.path) as segment:
             header = segment.header
             sizes = (header.layout_digest, header.metadata_bytes, header.payload_bytes)
-            channel.send_message(Request("keep", 0, header.generation, *sizes))
-            reply = channel.receive_message(Reply)
+            channel.send_message(ReplicaRequest("keep", 0, header.generation, *sizes))
+            reply = channel.receive_message(ReplicaReply)
             if reply.error or reply.is_there:
                 return reply
             (spoil or (lambda channel, segment: channel.send_record(segment, header)))(channel, segment)
-            return channel.receive_message(Reply)
+            return channel.receive_message(ReplicaReply)
 
     def kept(self) -> list[Generation]:
         """What is kept of rank 0; every byte is compared."""
@@ -177,16 +185,16 @@ def save(store: Store, step: int) -> None:
 def test_two_generations_are_kept_and_found(keeper: Keeper, source: Store) -> None:
     for step in (10, 20, 30):
         save(source, step)
-        assert keeper.keep(source) == Reply()
-        assert keeper.keep(source) == Reply(is_there=True)
+        assert keeper.keep(source) == ReplicaReply()
+        assert keeper.keep(source) == ReplicaReply(is_there=True)
     assert keeper.kept() == [Generation(1, 30), Generation(1, 20)]
     assert [stat.S_IMODE(path.stat().st_mode) for path in keeper.files.replicas()] == [0o600, 0o600]
     found = sorted(for_others(keeper.files), key=lambda one: one.generation)
     assert found == [Replica(0, Generation(1, 20), 2), Replica(0, Generation(1, 30), 2)]
     assert keeper.files.num_bytes() > 2 * NUM_BYTES
     with keeper.connect() as channel:
-        channel.send_message(Request("give", 0, Generation(1, 20)))
-        reply = channel.receive_message(Reply)
+        channel.send_message(ReplicaRequest("give", 0, Generation(1, 20)))
+        reply = channel.receive_message(ReplicaReply)
         metadata, payload = bytearray(reply.metadata_bytes), bytearray(reply.payload_bytes)
         channel.receive_record(memoryview(metadata), memoryview(payload))
     with Segment.open(keeper.files.replicas_of(0)[1].path) as segment:
@@ -196,7 +204,7 @@ def test_two_generations_are_kept_and_found(keeper: Keeper, source: Store) -> No
 @pytest.mark.shows("after the loss of a host, replicas restore the newest common generation bit by bit")
 def test_a_stranger_gets_nothing_and_allocates_nothing(keeper: Keeper) -> None:
     with pytest.raises(ReplicaError, match="does not have the key"):
-        Channel.connect(keeper.endpoint, bytes(32))
+        ReplicaChannel.connect(keeper.endpoint, bytes(32))
     address = (keeper.endpoint.address, keeper.endpoint.port)
     # One who speaks the protocol, and guesses; then one who does not; all are cut off after a few bytes.
     for first, second in ((b"HETREPL1" + bytes(32), bytes(32)), (b"GET / HTTP/1.1\r\n" * 10, b"")):
@@ -209,24 +217,24 @@ def test_a_stranger_gets_nothing_and_allocates_nothing(keeper: Keeper) -> None:
                 assert stranger.recv(1) == b""
             assert len(got) in (0, 64)
     with keeper.connect() as channel:
-        channel.send_message(Request("give", 1, Generation(1, 1)))
-        assert "no step 1" in channel.receive_message(Reply).error
+        channel.send_message(ReplicaRequest("give", 1, Generation(1, 1)))
+        assert "no step 1" in channel.receive_message(ReplicaReply).error
     assert keeper.files.replicas() == []
 
 
 @pytest.mark.parametrize(
     ("request_", "error"),
     [
-        (Request("keep", 1, Generation(1, 1), "0" * 32, 10, 10), "has another peer"),
-        (Request("keep", 0, Generation(1, 1), "0" * 32, 10, 1 << 55), "no room"),
-        (Request("keep", 0, Generation(1, 1), "0" * 32, 1 << 40, 10), "bytes of metadata"),
-        (Request("keep", 0, Generation(1, 1), "0" * 32, 10, -1), "bytes of metadata"),
+        (ReplicaRequest("keep", 1, Generation(1, 1), "0" * 32, 10, 10), "has another peer"),
+        (ReplicaRequest("keep", 0, Generation(1, 1), "0" * 32, 10, 1 << 55), "no room"),
+        (ReplicaRequest("keep", 0, Generation(1, 1), "0" * 32, 1 << 40, 10), "bytes of metadata"),
+        (ReplicaRequest("keep", 0, Generation(1, 1), "0" * 32, 10, -1), "bytes of metadata"),
     ],
 )
-def test_a_peer_cannot_ask_for_anything(keeper: Keeper, request_: Request, error: str) -> None:
+def test_a_peer_cannot_ask_for_anything(keeper: Keeper, request_: ReplicaRequest, error: str) -> None:
     with keeper.connect() as channel:
         channel.send_message(request_)
-        assert error in channel.receive_message(Reply).error
+        assert error in channel.receive_message(ReplicaReply).error
     assert keeper.files.replicas() == []
     with keeper.connect() as channel:
         channel.send((20 << 10).to_bytes(4, "little") + b"{")
@@ -236,11 +244,11 @@ def test_a_peer_cannot_ask_for_anything(keeper: Keeper, request_: Request, error
 
 def sending(
     send: Callable[..., None], changes: dict[int, Callable[[bytearray], None]]
-) -> Callable[[Channel, bytes | memoryview, float], None]:
-    """`Channel.send` that changes what some connection sends at some of its calls."""
+) -> Callable[[ReplicaChannel, bytes | memoryview, float], None]:
+    """`ReplicaChannel.send` that changes what some connection sends at some of its calls."""
     counts: dict[int, int] = {}
 
-    def changed(channel: Channel, data: bytes | memoryview, timeout_s: float = TIMEOUT_S) -> None:
+    def changed(channel: ReplicaChannel, data: bytes | memoryview, timeout_s: float = TIMEOUT_S) -> None:
         counts[id(channel)] = counts.get(id(channel), 0) + 1
         buffer = bytearray(data)
         changes.get(counts[id(channel)], lambda _: None)(buffer)
@@ -253,7 +261,7 @@ class Spoilt:
     """Ways to send a record that must not be kept."""
 
     @staticmethod
-    def _flipped(channel: Channel, segment: Segment) -> None:
+    def _flipped(channel: ReplicaChannel, segment: Segment) -> None:
         """A bit changes on the way."""
 
         def flip(data: bytearray) -> None:
@@ -261,8 +269,8 @@ class Spoilt:
 
         Spoilt._Relay(channel, flip).send_record(segment, segment.header)
 
-    class _Relay(Channel):
-        def __init__(self, channel: Channel, act: Callable[[bytearray], None]) -> None:
+    class _Relay(ReplicaChannel):
+        def __init__(self, channel: ReplicaChannel, act: Callable[[bytearray], None]) -> None:
             self._socket = channel._socket
             self._num_sent = 0
             self._act = act
@@ -275,7 +283,7 @@ class Spoilt:
             super().send(bytes(changed), timeout_s)
 
     @staticmethod
-    def _overwritten(channel: Channel, segment: Segment) -> None:
+    def _overwritten(channel: ReplicaChannel, segment: Segment) -> None:
         """The trainer saves into the slot meanwhile."""
         header = segment.header
 
@@ -286,7 +294,7 @@ class Spoilt:
         Spoilt._Relay(channel, overwrite).send_record(segment, header)
 
     @staticmethod
-    def _of_another(channel: Channel, segment: Segment) -> None:
+    def _of_another(channel: ReplicaChannel, segment: Segment) -> None:
         """Whole, and not what was announced."""
         header = segment.header
         channel.send(bytes(header.metadata_bytes))
@@ -306,25 +314,25 @@ class Spoilt:
     ],
 )
 def test_what_is_not_what_was_saved_is_refused(
-    keeper: Keeper, source: Store, spoil: Callable[[Channel, Segment], None], error: str
+    keeper: Keeper, source: Store, spoil: Callable[[ReplicaChannel, Segment], None], error: str
 ) -> None:
     save(source, 10)
-    assert keeper.keep(source) == Reply()
+    assert keeper.keep(source) == ReplicaReply()
     save(source, 20)
     reply = keeper.keep(source, spoil)
     assert any(one in reply.error for one in error.split("|")), reply
     assert keeper.kept() == [Generation(1, 10)]
     save(source, 30)
-    assert keeper.keep(source) == Reply()
+    assert keeper.keep(source) == ReplicaReply()
     assert keeper.kept() == [Generation(1, 30), Generation(1, 10)]
 
 
 def test_a_record_that_is_cut_off_is_not_kept(keeper: Keeper, source: Store, wait_until: WaitUntil) -> None:
     save(source, 10)
-    assert keeper.keep(source) == Reply()
+    assert keeper.keep(source) == ReplicaReply()
     save(source, 20)
 
-    def cut(channel: Channel, segment: Segment) -> None:
+    def cut(channel: ReplicaChannel, segment: Segment) -> None:
         channel.send(segment.metadata)
         channel.send(segment.payload[: 2 * MIB])
         channel.close()
@@ -333,7 +341,7 @@ def test_a_record_that_is_cut_off_is_not_kept(keeper: Keeper, source: Store, wai
         keeper.keep(source, cut)
     wait_until(lambda: not keeper.service._keeping.locked(), TIMEOUT_S, "the end of the transfer")
     assert keeper.kept() == [Generation(1, 10)]
-    assert keeper.keep(source) == Reply()
+    assert keeper.keep(source) == ReplicaReply()
     assert keeper.kept() == [Generation(1, 20), Generation(1, 10)]
 
 
@@ -341,7 +349,7 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
     keeper: Keeper, source: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(source, 10)
-    assert keeper.keep(source) == Reply()
+    assert keeper.keep(source) == ReplicaReply()
     monkeypatch.setattr("hetstream.checkpoint.replica.trainer._LISTED_TIMEOUT_S", 0.2)
     with open_store(tmp_path / "host-2", 0) as store:
         replicas = TrainerReplicas(keeper.directory, 0)
@@ -351,7 +359,7 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
             replicas.fetch(Generation(1, 20), [0, 1])
         with monkeypatch.context() as changed:
             flip = {4: lambda data: data.__setitem__(77, data[77] ^ 4)}
-            changed.setattr(Channel, "send", sending(Channel.send, flip))
+            changed.setattr(ReplicaChannel, "send", sending(ReplicaChannel.send, flip))
             with pytest.raises(NoCheckpoint, match="checksum"):
                 replicas.fetch(Generation(1, 10), [1])
         assert store.held() == []
@@ -364,7 +372,7 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
 
 def test_replicas_go_with_the_store(keeper: Keeper, source: Store, tmp_path: Path) -> None:
     save(source, 10)
-    assert keeper.keep(source) == Reply()
+    assert keeper.keep(source) == ReplicaReply()
     keeper.service.close()
     keeper.store.close(keep=True)  # as a trainer that crashed
     (found,) = find_stores([tmp_path / "host-1"])
@@ -378,7 +386,7 @@ def test_replicas_of_ranks_with_another_peer_now_stay_until_all_have_restored(ke
     for generation, left in ((Generation(0, 10), ["replica-0-0", "replica-5-0"]), (Generation(1, 1), ["replica-0-1"])):
         fake_trainer.save(source, generation, 0, 2, NUM_BYTES)
         shutil.copy(source.held()[0].path, keeper.files.replica(5, 0))
-        assert keeper.keep(source) == Reply()
+        assert keeper.keep(source) == ReplicaReply()
         names = [path.name for path in keeper.files.replicas()]
         assert set(left) <= set(names)
         assert ("replica-5-0" in names) == (generation.attempt == 0)
@@ -386,7 +394,7 @@ def test_replicas_of_ranks_with_another_peer_now_stay_until_all_have_restored(ke
 
 def test_without_replicas_nothing_of_them_stays(keeper: Keeper, source: Store) -> None:
     save(source, 10)
-    assert keeper.keep(source) == Reply()
+    assert keeper.keep(source) == ReplicaReply()
     write_order(keeper.files.replica_order, order_of(HOSTS, 1, 1))
     assert read_order(keeper.files.replica_order) == order_of(HOSTS, 1, 1)
     keeper.files.forget_others()

@@ -17,7 +17,7 @@ from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.replica import rendezvous, wire
 from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.service import _MAX_UNKNOWN, ReplicaService
-from hetstream.checkpoint.replica.wire import Channel, Reply, Request, order_of
+from hetstream.checkpoint.replica.wire import ReplicaChannel, ReplicaReply, ReplicaRequest, order_of
 
 TIMEOUT_S = 20.0
 # Loopback addresses of the crowd; a peer comes from 127.0.0.1.
@@ -45,9 +45,9 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
 def ask(endpoint: Endpoint, directory: Path) -> float:
     """Do what a peer does, and return how long it took."""
     began_s = time.monotonic()
-    with Channel.connect(endpoint, rendezvous.read_key(directory, 1)) as channel:
-        channel.send_message(Request("give", 1, Generation(1, 1)))
-        assert "no step 1" in channel.receive_message(Reply).error
+    with ReplicaChannel.connect(endpoint, rendezvous.read_key(directory, 1)) as channel:
+        channel.send_message(ReplicaRequest("give", 1, Generation(1, 1)))
+        assert "no step 1" in channel.receive_message(ReplicaReply).error
     return time.monotonic() - began_s
 
 

@@ -41,9 +41,9 @@ from hetstream.hetjob.site.messages import (
     RefuseReading,
     RefuseReport,
     ReportDemand,
-    Request,
     ShowReading,
     ShowStatus,
+    SiteRequest,
     decode_answer,
     decode_request,
     encode_answer,
@@ -133,7 +133,7 @@ GOLDEN = (
 
 
 def test_version_1_is_these_bytes() -> None:
-    assert encode_request(Request(1, 17, "ab" * 32, DEMAND)) == GOLDEN
+    assert encode_request(SiteRequest(1, 17, "ab" * 32, DEMAND)) == GOLDEN
     assert decode_request(GOLDEN).question == DEMAND
 
 
@@ -170,7 +170,7 @@ class Answers:
     def __init__(self, directory: Path) -> None:
         self.settings = SiteSettings(UnixAddress(directory / "s"), None)
         self.asked: list[ReportDemand] = []
-        self.next: Callable[[Request], bytes] = lambda request: b""
+        self.next: Callable[[SiteRequest], bytes] = lambda request: b""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(directory / "s"))
         self._socket.listen()
@@ -178,7 +178,7 @@ class Answers:
         self._thread.start()
 
     def answer(self, answer: Answer) -> None:
-        def reply(request: Request) -> bytes:
+        def reply(request: SiteRequest) -> bytes:
             data = encode_answer(answer, request.reply_key)
             return LENGTH.pack(len(data)) + data
 
@@ -221,7 +221,7 @@ def test_an_answer_that_is_none_is_an_error(daemon: Answers, tmp_path: Path) -> 
     forged = encode_answer(GrantLimit(99, "", 1.0), "00" * 32)
     assert "does not come from the daemon" in ask_again(daemon, lambda _: LENGTH.pack(len(forged)) + forged)
 
-    def not_json(request: Request) -> bytes:
+    def not_json(request: SiteRequest) -> bytes:
         data = encode_answer(GrantLimit(99, "", 1.0), request.reply_key)
         wrong = encode_answer(msgspec.Raw(b"{"), request.reply_key)  # type: ignore[arg-type]
         assert len(wrong) < len(data)
@@ -234,7 +234,7 @@ def test_an_answer_that_is_none_is_an_error(daemon: Answers, tmp_path: Path) -> 
         ask(SiteSettings(None, None), DEMAND)
 
 
-def ask_again(daemon: Answers, reply: Callable[[Request], bytes]) -> str:
+def ask_again(daemon: Answers, reply: Callable[[SiteRequest], bytes]) -> str:
     daemon.next = reply
     with pytest.raises(SiteError) as caught:
         ask(daemon.settings, DEMAND)
@@ -367,7 +367,7 @@ def test_a_job_of_version_2_tells_a_daemon_of_version_1_what_it_understands_and_
     caplog.set_level("INFO")
     is_old, refused = True, list[int]()
 
-    def answer(request: Request) -> bytes:
+    def answer(request: SiteRequest) -> bytes:
         if is_old and request.version > 1:
             refused.append(request.version)
             return b""

@@ -18,7 +18,7 @@ from hetstream.mpi_dataworkers.dispatcher.tables import (
     Send,
     Standing,
 )
-from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
@@ -233,10 +233,10 @@ def test_one_attempt_means_one_on_each_of_two_hosts() -> None:
     policy = ErrorPolicy("skip", max_attempts=1)
     failures = StepFailures()
     able = {"w0": "one", "w1": "one", "w2": "two"}
-    assert failures.note("w0", failure(7, False), policy, "one", True, able) is Verdict.TRY_AGAIN
-    assert failures.note("w2", failure(7, False), policy, "two", False, able) is Verdict.LEAVE_OUT
+    assert failures.note("w0", failure(7, False), policy, "one", True, able) is OnFailure.TRY_AGAIN
+    assert failures.note("w2", failure(7, False), policy, "two", False, able) is OnFailure.LEAVE_OUT
     alone = {"w0": "one"}
-    assert StepFailures().note("w0", failure(7, False), policy, "one", False, alone) is Verdict.LEAVE_OUT
+    assert StepFailures().note("w0", failure(7, False), policy, "one", False, alone) is OnFailure.LEAVE_OUT
 
 
 def test_pauses_grow_and_a_step_ends_them() -> None:

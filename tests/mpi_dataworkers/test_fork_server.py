@@ -18,7 +18,7 @@ import pytest
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.ops.fork_safety import Holdings
-from hetstream.mpi_dataworkers.worker.process import Answer, WorkPage
+from hetstream.mpi_dataworkers.worker.process import LoadAnswer, WorkPage
 
 # Of words, so many that their pickle is above the threshold.
 LENGTH = 3000
@@ -281,11 +281,11 @@ def test_what_a_process_wants_and_who_it_is_is_on_a_page_that_can_be_passed_on()
     page = WorkPage()
     other = WorkPage(os.dup(page.descriptor))
     page.wish("d" * 32, 2.5)
-    assert (other.wished, other.answer) == (("d" * 32, 2.5), Answer.WAIT)
-    other.answer = Answer.LEAVE
-    assert page.answer is Answer.LEAVE
+    assert (other.wished, other.answer) == (("d" * 32, 2.5), LoadAnswer.WAIT)
+    other.answer = LoadAnswer.LEAVE
+    assert page.answer is LoadAnswer.LEAVE
     page.wish("")
-    assert (other.wished, other.answer) == (("", 0.0), Answer.WAIT)
+    assert (other.wished, other.answer) == (("", 0.0), LoadAnswer.WAIT)
     assert (page.pid, page.is_known, page.shares) == (0, False, "")
     other.pid, other.shares = 123, "d" * 32
     other.note_known()

@@ -18,7 +18,7 @@ from hetstream import DataLoader
 from hetstream.mpi_dataworkers.ops import process_memory
 from hetstream.mpi_dataworkers.worker import fork_server
 from hetstream.mpi_dataworkers.worker.fork_server import Exchange, ForkServers
-from hetstream.mpi_dataworkers.worker.process import Answer
+from hetstream.mpi_dataworkers.worker.process import LoadAnswer
 
 # Of words, so many that their pickle is above the threshold from which processes are forked with them.
 LARGE = 3000
@@ -109,10 +109,10 @@ def test_refusals_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatc
     servers = ForkServers(exchange, lambda: None, lambda *_: 0, time.monotonic)
     try:
         for number in range(1000):
-            assert servers.answer(f"pickled pipeline {number}", 1.0) is Answer.WAIT
+            assert servers.answer(f"pickled pipeline {number}", 1.0) is LoadAnswer.WAIT
             assert servers.forget(ended, "ended with code 3")
-        assert servers.answer("pickled pipeline 999", 1.0) is Answer.LOAD
-        assert servers.answer("pickled pipeline 0", 1.0) is Answer.WAIT, "it is of a program that is long over"
+        assert servers.answer("pickled pipeline 999", 1.0) is LoadAnswer.LOAD
+        assert servers.answer("pickled pipeline 0", 1.0) is LoadAnswer.WAIT, "it is of a program that is long over"
     finally:
         servers.close()
         exchange.close()

@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError, RemoteError, StateError
 from hetstream.mpi_dataworkers.loader import statistics
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
-from hetstream.mpi_dataworkers.wire.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
@@ -64,11 +64,11 @@ def test_a_verdict_comes_after_max_attempts_and_a_sample_left_out_begins_a_new_c
     policy = ErrorPolicy("skip", 2)
     failures = StepFailures()
     verdicts = [failures.note("w0", bad(index), policy) for index in (5, 5, 6, 6, 6, 6)]
-    assert verdicts == [Verdict.TRY_AGAIN, Verdict.LEAVE_OUT] * 3
+    assert verdicts == [OnFailure.TRY_AGAIN, OnFailure.LEAVE_OUT] * 3
     assert [failure.sample_index for failure in failures.left_out] == [5, 6, -1], "one that is gone fails no more"
-    assert [failures.note("w0", bad(), policy) for _ in range(2)] == [Verdict.TRY_AGAIN, Verdict.RAISE]
-    assert StepFailures().note("w0", bad(3), ErrorPolicy("raise", 1)) is Verdict.RAISE
-    assert StepFailures().note("w0", bad(is_final=True), ErrorPolicy("quarantine", 1)) is Verdict.RAISE
+    assert [failures.note("w0", bad(), policy) for _ in range(2)] == [OnFailure.TRY_AGAIN, OnFailure.RAISE]
+    assert StepFailures().note("w0", bad(3), ErrorPolicy("raise", 1)) is OnFailure.RAISE
+    assert StepFailures().note("w0", bad(is_final=True), ErrorPolicy("quarantine", 1)) is OnFailure.RAISE
 
 
 class Simulated:

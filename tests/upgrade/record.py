@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hetstream import DataLoader, FlashCheckpointer, mix
-from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, encode_answer, encode_request
+from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, SiteRequest, encode_answer, encode_request
 from hetstream.mpi_dataworkers.dispatcher.server import Journal
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, write_address_file
 from hetstream.mpi_dataworkers.wire.codec import encode
@@ -142,7 +142,7 @@ def record(directory: Path) -> None:
         json.dumps(
             {
                 "data plane": encode(LOADER).hex(),
-                "daemon question": encode_request(Request(1, 7, REPLY_KEY, REPORT)).decode(),
+                "daemon question": encode_request(SiteRequest(1, 7, REPLY_KEY, REPORT)).decode(),
                 "daemon answer": encode_answer(GrantLimit(4, "4 of 5", 10.0), REPLY_KEY).hex(),
             },
             indent=1,

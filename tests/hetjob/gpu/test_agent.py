@@ -9,7 +9,7 @@ import pytest
 
 from hetstream.hetjob.gpu.agent import Agent
 from hetstream.hetjob.gpu.device import MemoryUse
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, GpuUse, JobClass, Order, Statistics
 
 MS = 1_000_000
 VALID_NS = 2**62
@@ -39,7 +39,7 @@ class FakeGpu:
 class FakeCoordinator:
     """Says what it is told to say, and remembers what it heard. While a process waits, `time_goes_by` is called."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: GpuUse) -> None:
         self.verdict = verdict
         self.limit_bytes = NO_LIMIT
         self.job_class = JobClass.OPPORTUNISTIC
@@ -80,12 +80,12 @@ def agent_of(coordinator: FakeCoordinator, gpu: FakeGpu, job_class: JobClass = J
 
 @pytest.mark.shows("an opportunistic job keeps to its memory limit, at its boundary, and shrinks and grows")
 def test_a_job_that_is_to_finish_ends_its_mini_batch_gives_memory_back_and_waits_at_the_boundary() -> None:
-    coordinator, gpu = FakeCoordinator(Verdict.RUN), FakeGpu()
+    coordinator, gpu = FakeCoordinator(GpuUse.RUN), FakeGpu()
     agent = agent_of(coordinator, gpu)
     agent.before_launch()
     agent.at_boundary()
     agent.before_launch()
-    coordinator.verdict, coordinator.limit_bytes = Verdict.FINISH, 5
+    coordinator.verdict, coordinator.limit_bytes = GpuUse.FINISH, 5
     agent.before_launch()  # it is on its way, and does not wait
     assert coordinator.heard[-1].is_idle == 0
     agent.at_boundary()
@@ -94,7 +94,7 @@ def test_a_job_that_is_to_finish_ends_its_mini_batch_gives_memory_back_and_waits
 
     def go_on_after_a_while() -> None:
         waited.append(coordinator.heard[-1])
-        coordinator.verdict = Verdict.FINISH if len(waited) < 200 else Verdict.RUN
+        coordinator.verdict = GpuUse.FINISH if len(waited) < 200 else GpuUse.RUN
 
     coordinator.time_goes_by = go_on_after_a_while
     agent.before_launch()
@@ -106,7 +106,7 @@ def test_a_job_that_is_to_finish_ends_its_mini_batch_gives_memory_back_and_waits
 
 
 def test_a_guaranteed_job_waits_for_nothing_and_says_when_a_mini_batch_begins() -> None:
-    coordinator = FakeCoordinator(Verdict.PAUSE)
+    coordinator = FakeCoordinator(GpuUse.PAUSE)
     agent = agent_of(coordinator, FakeGpu(), JobClass.GUARANTEED)
     agent.before_launch()
     agent.at_boundary()
@@ -119,7 +119,7 @@ def test_a_guaranteed_job_waits_for_nothing_and_says_when_a_mini_batch_begins() 
 def test_a_job_that_is_upgraded_while_it_waits_goes_on_and_is_bound_by_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    coordinator, gpu = FakeCoordinator(Verdict.PAUSE), FakeGpu()
+    coordinator, gpu = FakeCoordinator(GpuUse.PAUSE), FakeGpu()
     coordinator.limit_bytes = 5
     agent = agent_of(coordinator, gpu)
 
@@ -141,7 +141,7 @@ def test_a_forked_child_that_uses_the_gpu_has_an_agent_of_its_own(follows: bool)
     made: list[FakeCoordinator] = []
 
     def connect() -> FakeCoordinator:
-        made.append(FakeCoordinator(Verdict.RUN))
+        made.append(FakeCoordinator(GpuUse.RUN))
         return made[-1]
 
     agent = Agent(FakeGpu(), JobClass.OPPORTUNISTIC, connect, follows_forks=follows)

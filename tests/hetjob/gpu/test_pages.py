@@ -13,10 +13,10 @@ import pytest
 from hetstream.hetjob.gpu import orders as pages
 from hetstream.hetjob.gpu.orders import (
     SIZE_BYTES,
+    GpuUse,
     Order,
     Page,
     Statistics,
-    Verdict,
     Work,
     make_orders,
     make_statistics,
@@ -48,7 +48,7 @@ def test_the_newest_record_is_read(orders: tuple[Page[Order], int]) -> None:
     with closing(Page(descriptor, Order, writable=False)) as job:
         assert job.read() is None
         for limit_bytes in range(5):
-            order = Order(123, Verdict.RUN, limit_bytes)
+            order = Order(123, GpuUse.RUN, limit_bytes)
             page.write(order)
             assert job.read() == order
 

@@ -17,7 +17,7 @@ from benchmarks.rap_map import model_of
 from benchmarks.rap_map_bound import least_exposed_s as least_of_any
 from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.launches import (
-    Cluster,
+    GpuGroup,
     Mapping,
     Model,
     Sparse,
@@ -33,9 +33,9 @@ US = 1e-6
 ROOM = (Layer("all", 100 * US, 10 * US, 10 * US),)
 
 
-def cluster(num_gpus: int) -> Cluster:
+def cluster(num_gpus: int) -> GpuGroup:
     """GPUs that leave 10 us each, and send 1 MB in 1 us; an exchange takes 2 us more."""
-    return Cluster(num_gpus, ROOM, launch_s=0.0, link_bytes_per_s=1e12, message_s=2 * US)
+    return GpuGroup(num_gpus, ROOM, launch_s=0.0, link_bytes_per_s=1e12, message_s=2 * US)
 
 
 def feature(name: str, work_s: float, *tables: int, num_bytes: float = 1e6) -> Sparse:
@@ -196,7 +196,7 @@ def test_clusters_and_features_that_cannot_be_are_refused() -> None:
         ("free_link_s", math.inf),
     ):
         with pytest.raises(FeatureError, match=f"Cluster: {name}={value}: give a"):
-            Cluster(**known | {name: value})
+            GpuGroup(**known | {name: value})
     for num_bytes in (math.nan, -1.0):
         with pytest.raises(FeatureError, match="feature a: num_bytes="):
             feature("a", US, 0, num_bytes=num_bytes)

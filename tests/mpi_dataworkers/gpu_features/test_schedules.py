@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import (
     Kernel,
     Layer,
     Operation,
-    Placement,
+    OperationPlacement,
     Problem,
     cost_of,
     least_exposed_s,
@@ -95,7 +95,7 @@ def test_schedules_keep_dependencies_and_layers_and_say_what_they_cost(problem: 
 @given(problems, st.randoms(use_true_random=False))
 def test_what_a_placement_counts_is_what_its_kernels_cost(problem: Problem, draw: Random) -> None:
     """Its sums are kept up to date by differences."""
-    grid = Placement(problem, [len(problem.operations) + 1] * len(problem.layers))
+    grid = OperationPlacement(problem, [len(problem.operations) + 1] * len(problem.layers))
     trees = list(range(len(grid.trees)))
     for attempt in range(3):
         draw.shuffle(trees)
@@ -260,6 +260,6 @@ def test_without_time_the_search_ends_with_the_first_schedules() -> None:
 
 def test_a_closed_step_is_used_where_there_is_no_other() -> None:
     problem = Problem(chains("ab"), layers(), US)
-    grid = Placement(problem, [1] * len(problem.layers))
+    grid = OperationPlacement(problem, [1] * len(problem.layers))
     grid.put(0, lambda part: np.full((len(part), grid.num_steps), math.inf))
     assert problems_of(problem, grid.kernels()) == []

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from hetstream.mpi_dataworkers.partitioner.cut import Trial, Verdict, judged
+from hetstream.mpi_dataworkers.partitioner.cut import CutAssessment, CutTrial, judged
 
 
-def tried(step_s: Callable[[int, bool], float]) -> tuple[Verdict, list[bool]]:
+def tried(step_s: Callable[[int, bool], float]) -> tuple[CutAssessment, list[bool]]:
     """The verdict on steps of these lengths, by number and by whether it is one with the cut; and what was used when.
 
     Each step waits a second for data beside.
     """
-    trial, now, waited, used = Trial(), 0.0, 0.0, []
+    trial, now, waited, used = CutTrial(), 0.0, 0.0, []
     for number in range(1000):
         trial.next_step(now, waited)
         if trial.verdict is not None:

@@ -17,7 +17,7 @@ from benchmarks.partition_programs.catalogue import PROGRAMS
 from benchmarks.partition_programs.training import train
 from hetstream.mpi_dataworkers.loader.connection import LoaderConnection
 from hetstream.mpi_dataworkers.partitioner import cut, partition
-from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, Rates
+from hetstream.mpi_dataworkers.partitioner.cut import CutDecision, Cutter, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.unmodified import _calls
 
@@ -195,15 +195,15 @@ def test_a_cut_that_gains_nothing_is_taken_back(
     expected = losses_of(model_of(models.Clean), DataLoader(models.Rows(400), 8))
     measured: list[tuple[int, int]] = []
 
-    def judged(with_cut_s: list[float], without_s: list[float]) -> cut.Verdict:
+    def judged(with_cut_s: list[float], without_s: list[float]) -> cut.CutAssessment:
         measured.append((len(with_cut_s), len(without_s)))
-        return cut.Verdict(gains, 0.5 if gains else 1.0, 1.0, True, "as measured")
+        return cut.CutAssessment(gains, 0.5 if gains else 1.0, 1.0, True, "as measured")
 
     monkeypatch.setattr(cut, "judged", judged)
     monkeypatch.setattr(partition, "STEPS_OF_A_LOOK", 10**6)
     decide = Cutter.decide
 
-    def eager(cutter: Cutter, rates: Rates) -> Decision:
+    def eager(cutter: Cutter, rates: Rates) -> CutDecision:
         gain = sum(cost.trainer_s for cost in cutter._costs.values())
         return cutter.largest(rates) if gain else decide(cutter, rates)
 

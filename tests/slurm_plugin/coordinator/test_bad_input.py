@@ -16,7 +16,7 @@ import pytest
 from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from hetstream.hetjob.gpu.handshake import Connection, Introduction
-from hetstream.hetjob.gpu.orders import VERSION, JobClass, Statistics, Verdict
+from hetstream.hetjob.gpu.orders import VERSION, GpuUse, JobClass, Statistics
 from hetstream.slurm_plugin.coordinator.table import GpuRow, look
 from tests.slurm_plugin.coordinator.conftest import HETSTREAM, TRAIN, Node
 
@@ -30,7 +30,7 @@ def guaranteed(node: Node) -> Iterator[Connection]:
     with closing(connect(node, JobClass.GUARANTEED)) as connection:
         report(connection, boundaries=2, boundary_ns=1, mini_batch_ns=10**7, is_idle=1)
         yield connection
-        node.wait_until(lambda: is_told(connection, Verdict.RUN), 5, "the guaranteed job's order")
+        node.wait_until(lambda: is_told(connection, GpuUse.RUN), 5, "the guaranteed job's order")
         assert connection.look()
 
 
@@ -42,7 +42,7 @@ def report(connection: Connection, **record: int) -> None:
     connection.report(Statistics(updated_ns=time.monotonic_ns(), host_capacity_bytes=MIB, **record), news=True)
 
 
-def is_told(connection: Connection, verdict: Verdict) -> bool:
+def is_told(connection: Connection, verdict: GpuUse) -> bool:
     order = connection.order()
     return order is not None and order.verdict == verdict and order.valid_until_ns > time.monotonic_ns()
 
@@ -60,12 +60,12 @@ def reason(node: Node) -> str:
 def test_a_job_that_says_that_it_holds_less_memory_than_it_does_is_frozen(node: Node, guaranteed: Connection) -> None:
     with closing(connect(node, JobClass.OPPORTUNISTIC)) as liar, closing(EmulatedGpuFile(node.gpu_file)) as memory:
         report(liar, boundaries=5, held_bytes=MIB, peak_bytes=MIB, is_idle=1)
-        node.wait_until(lambda: is_told(liar, Verdict.RUN), 10, "an order to run")
+        node.wait_until(lambda: is_told(liar, GpuUse.RUN), 10, "an order to run")
         assert memory.take(64 * MIB)
-        node.wait_until(lambda: is_told(liar, Verdict.PAUSE), 10, "its pause")
+        node.wait_until(lambda: is_told(liar, GpuUse.PAUSE), 10, "its pause")
         assert "says that it holds 1,048,576 bytes, and the GPU counts 67,108,864: paused" in reason(node)
         memory.give(64 * MIB)
-        node.wait_until(lambda: is_told(liar, Verdict.RUN), 10, "an order to run again")
+        node.wait_until(lambda: is_told(liar, GpuUse.RUN), 10, "an order to run again")
 
 
 @pytest.mark.shows("a GPU that vanishes, or is a part of one, is told")
@@ -75,7 +75,7 @@ def test_on_a_gpu_that_vanishes_the_others_pause_and_the_coordinator_goes_on(
 ) -> None:
     with closing(connect(node, JobClass.OPPORTUNISTIC)) as other:
         report(other, boundaries=5, is_idle=1)
-        node.wait_until(lambda: is_told(other, Verdict.RUN), 10, "an order to run")
+        node.wait_until(lambda: is_told(other, GpuUse.RUN), 10, "an order to run")
         before, kept = node.gpu_file.read_bytes(), node.directory / "kept"
         os.link(node.gpu_file, kept)
         if how in ("removed", "another of its name"):
@@ -87,13 +87,13 @@ def test_on_a_gpu_that_vanishes_the_others_pause_and_the_coordinator_goes_on(
                 file.truncate(0)
             elif how == "other":
                 file.write(os.urandom(len(before)))
-        node.wait_until(lambda: is_told(other, Verdict.PAUSE), 10, "its pause")
+        node.wait_until(lambda: is_told(other, GpuUse.PAUSE), 10, "its pause")
         assert "the GPU does not answer any more: paused" in reason(node)
         assert shown(node).is_lost
         with kept.open("r+b") as file:
             file.write(before)
         kept.replace(node.gpu_file)
-        node.wait_until(lambda: is_told(other, Verdict.RUN), 10, "an order to run again")
+        node.wait_until(lambda: is_told(other, GpuUse.RUN), 10, "an order to run again")
 
 
 @pytest.mark.shows("forged statistics and pages harm nobody")
@@ -110,8 +110,8 @@ def test_a_job_whose_statistics_cannot_be_is_paused_with_a_line(
             liar.report(Statistics(**said), news=True)
         node.wait_until(lambda: len(shown(node).processes) == 3, 10, "both to be there")
         node.wait_until(lambda: "it has said nothing that can be: paused" in reason(node), 10, "the line")
-        assert is_told(one, Verdict.PAUSE)
-        assert is_told(two, Verdict.PAUSE)
+        assert is_told(one, GpuUse.PAUSE)
+        assert is_told(two, GpuUse.PAUSE)
 
 
 def test_a_gpu_that_is_named_twice_is_refused_in_one_line(node: Node) -> None:

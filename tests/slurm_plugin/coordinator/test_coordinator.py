@@ -23,7 +23,7 @@ from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu import handshake, orders
 from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.gpu.handshake import Connection, Introduction
-from hetstream.hetjob.gpu.orders import VERSION, JobClass, Order, Statistics, Verdict
+from hetstream.hetjob.gpu.orders import VERSION, GpuUse, JobClass, Order, Statistics
 from hetstream.slurm_plugin.cli.gpu import _program
 from hetstream.slurm_plugin.coordinator.admission import (
     Admission,
@@ -90,7 +90,7 @@ def opportunistic(path: Path, coordinator: Coordinator) -> Iterator[Connection]:
         yield connection
 
 
-def has(connection: Connection, verdict: Verdict) -> Callable[[], bool]:
+def has(connection: Connection, verdict: GpuUse) -> Callable[[], bool]:
     def check() -> bool:
         order = connection.order()
         return order is not None and order.verdict == verdict and order.valid_until_ns > time.monotonic_ns()
@@ -102,13 +102,13 @@ def test_orders_are_renewed_and_lapse_with_the_coordinator(path: Path, wait_unti
     with running(path, OwnJobs()):
         connection = connect(path, JobClass.OPPORTUNISTIC)
         connection.report(statistics(), news=True)
-        wait_until(has(connection, Verdict.RUN))
+        wait_until(has(connection, GpuUse.RUN))
         first = connection.order()
         wait_until(lambda: connection.order() != first)
         assert connection.look()
     with closing(connection):
         assert not connection.look()
-        wait_until(lambda: not has(connection, Verdict.RUN)(), 1)
+        wait_until(lambda: not has(connection, GpuUse.RUN)(), 1)
     assert not path.exists()
 
 
@@ -137,33 +137,33 @@ def test_the_others_hear_that_the_guaranteed_job_is_busy_from_itself(
 def test_a_guaranteed_job_whose_page_cannot_be_believed_lets_nobody_on(
     guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil, how: str
 ) -> None:
-    wait_until(has(opportunistic, Verdict.RUN))
+    wait_until(has(opportunistic, GpuUse.RUN))
     if how == "corrupted":
         guaranteed._statistics._memory[:] = b"\xa5" * orders.SIZE_BYTES
     else:
         guaranteed.report(Statistics(updated_ns=2**62, boundary_ns=2**62, is_idle=1), news=True)
-    wait_until(has(opportunistic, Verdict.PAUSE))
+    wait_until(has(opportunistic, GpuUse.PAUSE))
 
 
 def test_a_guaranteed_job_that_falls_silent_in_a_mini_batch_lets_nobody_on(
     guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil
 ) -> None:
-    wait_until(has(opportunistic, Verdict.RUN))
+    wait_until(has(opportunistic, GpuUse.RUN))
     guaranteed.report(statistics(boundaries=3, boundary_ns=1, mini_batch_ns=10**7, is_idle=0), news=True)
-    wait_until(has(opportunistic, Verdict.PAUSE))
+    wait_until(has(opportunistic, GpuUse.PAUSE))
 
 
 def test_a_process_that_waits_is_woken_when_it_may_go_on(
     guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil
 ) -> None:
     guaranteed.report(statistics(boundaries=3, boundary_ns=1, mini_batch_ns=10**7, is_idle=0), news=True)
-    wait_until(has(opportunistic, Verdict.PAUSE))
+    wait_until(has(opportunistic, GpuUse.PAUSE))
     assert opportunistic.look()
     began_s = time.monotonic()
     guaranteed.report(statistics(boundaries=3, boundary_ns=1, mini_batch_ns=10**7, is_idle=1), news=True)
     opportunistic.wait(30)
     assert time.monotonic() - began_s < 5
-    assert has(opportunistic, Verdict.RUN)()
+    assert has(opportunistic, GpuUse.RUN)()
 
 
 def test_a_process_of_another_version_is_refused_with_a_line(path: Path, coordinator: Coordinator) -> None:
@@ -191,7 +191,7 @@ def test_an_unknown_class_is_no_class(path: Path, coordinator: Coordinator, tmp_
 def test_a_coordinator_of_another_version_is_refused_with_a_line(
     path: Path,
 ) -> None:
-    message = encode(handshake.Answer(VERSION + 1))
+    message = encode(handshake.CoordinatorAnswer(VERSION + 1))
     with pytest.raises(GpuJobRefused, match=f"speaks protocol {VERSION + 1}, and this hetstream protocol {VERSION}"):
         handshake._check(str(path), message, 0, 2)
 
@@ -267,12 +267,12 @@ def test_a_guaranteed_job_from_before_the_coordinator_has_its_gpu_until_it_comes
     admission = OwnJobs(partial(guaranteed_processes, path))
     with running(path, admission), closing(connect(path, JobClass.OPPORTUNISTIC)) as other:
         other.report(statistics(), news=True)
-        wait_until(has(other, Verdict.PAUSE))
+        wait_until(has(other, GpuUse.PAUSE))
         with pytest.raises(GpuTaken, match=f"guaranteed job '7' has GPU {GPU}"):
             connect(path, JobClass.GUARANTEED, "8")
-        assert has(other, Verdict.PAUSE)()
+        assert has(other, GpuUse.PAUSE)()
         connect(path, JobClass.GUARANTEED, "7").close()
-        wait_until(has(other, Verdict.RUN))
+        wait_until(has(other, GpuUse.RUN))
 
 
 def test_who_was_there_before_is_looked_for_before_anybody_can_come(path: Path) -> None:
@@ -296,9 +296,9 @@ def test_a_guaranteed_job_from_before_the_coordinator_that_ends_leaves_the_gpu_t
     admission = OwnJobs(partial(guaranteed_processes, path))
     with running(path, admission), closing(connect(path, JobClass.OPPORTUNISTIC)) as other:
         other.report(statistics(), news=True)
-        wait_until(has(other, Verdict.PAUSE))
+        wait_until(has(other, GpuUse.PAUSE))
         from_before.kill()
-        wait_until(has(other, Verdict.RUN))
+        wait_until(has(other, GpuUse.RUN))
 
 
 def test_a_gpu_has_one_guaranteed_job_of_its_user(path: Path, coordinator: Coordinator) -> None:
@@ -381,9 +381,9 @@ class TestGrants:
         with running(path, GrantedJobs(grants)), closing(connect(path, JobClass.GUARANTEED)) as connection:
             assert connection.job_class is JobClass.OPPORTUNISTIC
             connection.report(statistics(), news=True)
-            wait_until(has(connection, Verdict.RUN))
+            wait_until(has(connection, GpuUse.RUN))
             self.grant(grants, "9", JobClass.GUARANTEED, 1000)
-            wait_until(has(connection, Verdict.PAUSE))
+            wait_until(has(connection, GpuUse.PAUSE))
 
     @pytest.mark.shows("a shared GPU's pages are read-only for jobs, and peers are known by the kernel")
     @needs_root
@@ -404,7 +404,7 @@ class TestGrants:
             with closing(connect(path, JobClass.GUARANTEED)) as connection:
                 assert connection.job_class is JobClass.OPPORTUNISTIC
                 order: Order | None = connection.order()
-                assert order is None or order.verdict in set(Verdict)
+                assert order is None or order.verdict in set(GpuUse)
                 with pytest.raises(TypeError, match="readonly"):
                     connection._orders._memory[0:1] = b"x"
 

@@ -9,8 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Statistics, Verdict
-from hetstream.slurm_plugin.coordinator.decide import VALID_NS, Decision, GpuState, Measurements, SharingJob, decide
+from hetstream.hetjob.gpu.orders import FULL_SHARE, GpuUse, JobClass, Order, Statistics
+from hetstream.slurm_plugin.coordinator.decide import (
+    VALID_NS,
+    GpuState,
+    Measurements,
+    OrderDecision,
+    SharingJob,
+    decide,
+)
 from hetstream.slurm_plugin.coordinator.pacing import Phase
 
 MS = 1_000_000
@@ -38,7 +45,7 @@ class Gpu:
         assert job.statistics is not None
         self.jobs[name] = replace(job, statistics=replace(job.statistics, updated_ns=self.now_ns, **record))
 
-    def decide(self, advance_ms: float = 0) -> dict[str, Decision]:
+    def decide(self, advance_ms: float = 0) -> dict[str, OrderDecision]:
         self.now_ns += int(advance_ms * MS)
         self.state, decisions = decide(self.state, self.measurements(), self.now_ns)
         return decisions
@@ -47,7 +54,7 @@ class Gpu:
         jobs = tuple(self.jobs.values())
         return Measurements(self.capacity_bytes, jobs, self.is_reserved, self.is_lost, self.is_awaited)
 
-    def batch(self, name: str, ms: float, *, gap_ms: float = 0, **record: int) -> dict[str, Decision]:
+    def batch(self, name: str, ms: float, *, gap_ms: float = 0, **record: int) -> dict[str, OrderDecision]:
         """One mini-batch of a job, from boundary to boundary; the job is busy again when it returns."""
         self.now_ns += int(ms * MS)
         statistics = self.jobs[name].statistics
@@ -81,12 +88,12 @@ def shared(gpu: Gpu) -> Gpu:
 def test_a_job_that_is_alone_has_the_whole_gpu(gpu: Gpu) -> None:
     gpu.join("o", JobClass.OPPORTUNISTIC)
     order = gpu.decide()["o"].order
-    assert order == Order(gpu.now_ns + VALID_NS, Verdict.RUN, CAPACITY, FULL_SHARE)
+    assert order == Order(gpu.now_ns + VALID_NS, GpuUse.RUN, CAPACITY, FULL_SHARE)
 
 
 def test_a_guaranteed_job_has_no_limit_and_never_waits(shared: Gpu) -> None:
     order = shared.decide()["g"].order
-    assert order == Order(shared.now_ns + VALID_NS, Verdict.RUN, share=FULL_SHARE)
+    assert order == Order(shared.now_ns + VALID_NS, GpuUse.RUN, share=FULL_SHARE)
 
 
 def test_when_a_guaranteed_job_comes_others_give_memory_back_and_pause(gpu: Gpu) -> None:
@@ -94,13 +101,13 @@ def test_when_a_guaranteed_job_comes_others_give_memory_back_and_pause(gpu: Gpu)
     gpu.decide()
     gpu.join("g", JobClass.GUARANTEED)
     assert gpu.decide()["o"].order.limit_bytes == 0
-    assert gpu.decide(1)["o"].order.verdict == Verdict.FINISH  # on to its boundary, where memory is given back
+    assert gpu.decide(1)["o"].order.verdict == GpuUse.FINISH  # on to its boundary, where memory is given back
     gpu.update("o", held_bytes=0)
     gpu.decide(1)
-    assert gpu.decide(1)["o"].order.verdict == Verdict.PAUSE
+    assert gpu.decide(1)["o"].order.verdict == GpuUse.PAUSE
     gpu.settle("g", 100, gap_ms=40, peak_bytes=10 * GIB)
     decision = gpu.decide()["o"]
-    assert decision.order.verdict == Verdict.RUN
+    assert decision.order.verdict == GpuUse.RUN
     assert decision.order.share == 0
     assert "alone a mini-batch takes 100.0 ms" in decision.reason
 
@@ -109,9 +116,9 @@ def test_who_does_not_come_to_a_boundary_is_stopped_where_he_is_and_reported_lat
     gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5, peak_bytes=20 * GIB, held_bytes=20 * GIB)
     gpu.join("g", JobClass.GUARANTEED)
     gpu.decide()
-    assert gpu.decide(1999)["o"].order.verdict == Verdict.FINISH
+    assert gpu.decide(1999)["o"].order.verdict == GpuUse.FINISH
     late = gpu.decide(2)["o"]
-    assert late.order.verdict == Verdict.PAUSE
+    assert late.order.verdict == GpuUse.PAUSE
     assert not late.is_disobedient
     reported = gpu.decide(9000)["o"]
     assert reported.is_disobedient
@@ -125,7 +132,7 @@ def test_a_job_that_can_give_nothing_more_back_neither_holds_up_the_measurement_
     gpu.join("g", JobClass.GUARANTEED)
     gpu.decide()
     gpu.update("o", boundaries=6, is_idle=1, held_bytes=5 * GIB, limit_bytes=0)
-    assert gpu.decide(1)["o"].order.verdict == Verdict.PAUSE
+    assert gpu.decide(1)["o"].order.verdict == GpuUse.PAUSE
     gpu.settle("g", 100, gap_ms=40, peak_bytes=29 * GIB)
     gpu.update("o", limit_bytes=gpu.decide()["o"].order.limit_bytes)
     decision = gpu.decide(11_000)["o"]
@@ -145,7 +152,7 @@ def test_who_pauses_with_his_weights_is_not_reported_while_the_guaranteed_job_co
     gpu.update("o", boundaries=6, is_idle=1, limit_bytes=0)
     for _ in range(250):
         decision = gpu.decide(1000)["o"]
-        assert decision.order.verdict == Verdict.PAUSE
+        assert decision.order.verdict == GpuUse.PAUSE
         assert not decision.is_disobedient
     gpu.update("o", is_idle=0)  # who does not keep to his orders is
     gpu.batch("o", 10)
@@ -181,7 +188,7 @@ def test_a_job_that_claims_that_again_and_again_holds_it_up_no_longer(gpu: Gpu) 
     free = []
     for number in range(60):
         gpu.update("o", held_bytes=20 * GIB * (number % 2))
-        free.append(gpu.batch("g", 100, gap_ms=40, peak_bytes=10 * GIB)["o"].order.verdict == Verdict.FINISH)
+        free.append(gpu.batch("g", 100, gap_ms=40, peak_bytes=10 * GIB)["o"].order.verdict == GpuUse.FINISH)
         if gpu.state.pacing.phase is Phase.SHARING:
             break
     assert gpu.state.pacing.phase is Phase.SHARING
@@ -299,16 +306,16 @@ def test_limits_rise_in_steps(shared: Gpu) -> None:
 def test_a_guaranteed_job_whose_statistics_cannot_be_lets_nobody_on(shared: Gpu, record: dict[str, int]) -> None:
     shared.update("g", **record)
     decision = shared.decide()["o"]
-    assert decision.order.verdict == Verdict.PAUSE
+    assert decision.order.verdict == GpuUse.PAUSE
     assert "says nothing that can be" in decision.reason
 
 
 @pytest.mark.shows("forged statistics and pages harm nobody")
 def test_statistics_that_have_become_old_pause_the_others_but_idleness_does_not(shared: Gpu) -> None:
     shared.update("g", is_idle=0)
-    assert shared.decide(400)["o"].order.verdict == Verdict.RUN
+    assert shared.decide(400)["o"].order.verdict == GpuUse.RUN
     stale = shared.decide(200)["o"]
-    assert stale.order.verdict == Verdict.PAUSE
+    assert stale.order.verdict == GpuUse.PAUSE
     assert "at one mini-batch for long" in stale.reason
     shared.update("g", boundary_ns=shared.now_ns, is_idle=1)
     assert shared.decide(5000)["o"].order.open_until_ns > shared.now_ns  # it decodes on CPUs, say
@@ -318,7 +325,7 @@ def test_a_guaranteed_job_without_an_agent_lets_nobody_on(gpu: Gpu) -> None:
     gpu.join("o", JobClass.OPPORTUNISTIC)
     gpu.is_reserved = True
     decision = gpu.decide()["o"]
-    assert decision.order.verdict == Verdict.PAUSE
+    assert decision.order.verdict == GpuUse.PAUSE
     assert decision.order.limit_bytes == 0
     assert "without an agent" in decision.reason
 
@@ -329,26 +336,26 @@ def test_beside_a_job_that_was_there_before_the_coordinator_others_wait_and_are_
     gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=50, peak_bytes=4 * GIB, held_bytes=4 * GIB, limit_bytes=5 * GIB)
     for _ in range(60):
         decision = gpu.decide(1000)["o"]
-        assert (decision.order.verdict, decision.order.limit_bytes) == (Verdict.PAUSE, 5 * GIB)
+        assert (decision.order.verdict, decision.order.limit_bytes) == (GpuUse.PAUSE, 5 * GIB)
         assert not decision.is_disobedient
     assert "from before this coordinator has not come to it yet" in decision.reason
     gpu.is_awaited = False
     gpu.join("g", JobClass.GUARANTEED, boundaries=100, peak_bytes=10 * GIB)
-    assert gpu.decide(20)["o"].order.verdict == Verdict.PAUSE, "it is measured"
+    assert gpu.decide(20)["o"].order.verdict == GpuUse.PAUSE, "it is measured"
     for _ in range(5):
         decision = gpu.batch("g", 15_000, gap_ms=40, peak_bytes=10 * GIB)["o"]
         assert not decision.is_disobedient
-    assert decision.order.verdict == Verdict.RUN
+    assert decision.order.verdict == GpuUse.RUN
     assert decision.order.limit_bytes >= 5 * GIB
 
 
 @pytest.mark.shows("a job that lies about its memory gains nothing by it")
 def test_a_job_that_lies_about_its_memory_is_frozen(shared: Gpu) -> None:
     shared.jobs["o"] = replace(shared.jobs["o"], measured_bytes=20 * GIB)
-    assert shared.decide()["o"].order.verdict == Verdict.RUN  # it may have grown since it said how much
+    assert shared.decide()["o"].order.verdict == GpuUse.RUN  # it may have grown since it said how much
     shared.batch("g", 100, gap_ms=40, peak_bytes=10 * GIB)
     decision = shared.decide(1001)["o"]
-    assert decision.order.verdict == Verdict.PAUSE
+    assert decision.order.verdict == GpuUse.PAUSE
     assert "the GPU counts 21,474,836,480" in decision.reason
 
 
@@ -366,18 +373,18 @@ def test_an_honest_jobs_context_is_no_lie_and_no_disobedience(gpu: Gpu, capacity
         gpu.jobs["o"] = replace(gpu.jobs["o"], measured_bytes=limit_bytes + context_bytes)
         decision = gpu.batch("g", 100, gap_ms=40, peak_bytes=capacity_gib * GIB // 2)["o"]
         assert not decision.is_disobedient, decision.reason
-    assert decision.order.verdict == Verdict.RUN, decision.reason
+    assert decision.order.verdict == GpuUse.RUN, decision.reason
     gpu.jobs["o"] = replace(gpu.jobs["o"], measured_bytes=limit_bytes + 2 * context_bytes + capacity_gib * GIB // 8)
     gpu.decide()
-    assert gpu.decide(1001)["o"].order.verdict == Verdict.PAUSE, "that is a lie"
+    assert gpu.decide(1001)["o"].order.verdict == GpuUse.PAUSE, "that is a lie"
 
 
 def test_on_a_gpu_that_has_vanished_nobody_goes_on_but_the_guaranteed_job(shared: Gpu) -> None:
     shared.is_lost = True
     decisions = shared.decide()
-    assert decisions["o"].order.verdict == Verdict.PAUSE
+    assert decisions["o"].order.verdict == GpuUse.PAUSE
     assert "does not answer any more" in decisions["o"].reason
-    assert decisions["g"].order.verdict == Verdict.RUN
+    assert decisions["g"].order.verdict == GpuUse.RUN
 
 
 def test_a_job_that_goes_on_while_it_should_pause_is_reported(gpu: Gpu) -> None:
@@ -430,7 +437,7 @@ def test_what_cannot_stand_on_the_host_waits_until_it_fits(shared: Gpu) -> None:
     assert "nothing can stand in" in shared.decide()["o"].reason
     for _ in range(5):
         shared.batch("g", 100, gap_ms=40, peak_bytes=10 * GIB)
-    assert shared.decide()["o"].order.verdict == Verdict.RUN
+    assert shared.decide()["o"].order.verdict == GpuUse.RUN
 
 
 def test_jobs_that_are_alone_divide_memory_by_what_makes_them_fastest_together(gpu: Gpu) -> None:

@@ -11,8 +11,15 @@ from dataclasses import fields, replace
 import pytest
 
 from hetstream.base.typed_json import encode
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Page, Statistics, Verdict, make_orders
-from hetstream.slurm_plugin.coordinator.decide import VALID_NS, Decision, GpuState, Measurements, SharingJob, decide_all
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, GpuUse, JobClass, Order, Page, Statistics, make_orders
+from hetstream.slurm_plugin.coordinator.decide import (
+    VALID_NS,
+    GpuState,
+    Measurements,
+    OrderDecision,
+    SharingJob,
+    decide_all,
+)
 from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
 from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuTable, Who, gpu_row
 
@@ -52,7 +59,7 @@ class Node:
         self.guaranteed_lies = guaranteed_lies
         self.honest = Statistics(updated_ns=self.now_ns)
 
-    def step(self, source: random.Random) -> dict[str, dict[str, Decision]]:
+    def step(self, source: random.Random) -> dict[str, dict[str, OrderDecision]]:
         self.now_ns += source.choice((1, 20, 100, 1900)) * MS
         made = self.honest.boundaries + 1
         busy = {"mini_batch_ns": 100 * MS, "gap_ns": 40 * MS, "is_idle": 0, "peak_bytes": 10 * GIB}
@@ -90,7 +97,7 @@ def test_no_statistics_end_the_coordinator_or_bind_the_guaranteed_job(
                 page.write(decision.order)
                 assert page.read() == decision.order
                 if name == "g":
-                    assert decision.order == Order(node.now_ns + VALID_NS, Verdict.RUN, NO_LIMIT, FULL_SHARE)
+                    assert decision.order == Order(node.now_ns + VALID_NS, GpuUse.RUN, NO_LIMIT, FULL_SHARE)
                 else:
                     assert 0 <= decision.order.limit_bytes <= CAPACITY
             limits = [decision.order.limit_bytes for name, decision in decisions[gpu].items() if name != "g"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from hetstream.hetjob.gpu.agent import Throttle
-from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Statistics, Verdict
-from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, Measurements, SharingJob, decide_all
+from hetstream.hetjob.gpu.orders import FULL_SHARE, GpuUse, JobClass, Order, Statistics
+from hetstream.slurm_plugin.coordinator.decide import GpuState, Measurements, OrderDecision, SharingJob, decide_all
 from hetstream.slurm_plugin.coordinator.pacing import Phase, measured_anew
 
 MS = 1_000_000
@@ -72,7 +72,7 @@ class Node:
         self.ranks = {gpu: Rank(gpu, self.random.randint(1, 6)) for gpu in self.gpus}
         self.guaranteed: dict[str, Statistics] = {}
         self.period: dict[str, tuple[int, int]] = {}  # of mini-batches, and the idle part of them, in ms
-        self.decisions: dict[str, dict[str, Decision]] = {}
+        self.decisions: dict[str, dict[str, OrderDecision]] = {}
 
     def seen(self) -> dict[str, Measurements]:
         found = {}
@@ -186,9 +186,9 @@ def test_a_process_that_is_held_up_holds_up_the_others_at_the_boundary_of_the_fu
     seen = node.seen()
     seen["g0"] = replace(seen["g0"], is_lost=True)
     _, decisions = decide_all(node.states, seen, node.now_ns)
-    assert decisions["g0"]["o-g0"].order.verdict == Verdict.PAUSE
+    assert decisions["g0"]["o-g0"].order.verdict == GpuUse.PAUSE
     held = decisions["g1"]["o-g1"]
-    assert (held.order.verdict, held.order.meet_at) == (Verdict.RUN, 8)
+    assert (held.order.verdict, held.order.meet_at) == (GpuUse.RUN, 8)
     assert held.reason == "it waits at boundary 8 for its process on g0: the GPU does not answer any more: paused"
     throttle = Throttle(JobClass.OPPORTUNISTIC)
     assert throttle.wait_ns(held.order, node.now_ns, in_mini_batch=True, boundaries=7) == 0

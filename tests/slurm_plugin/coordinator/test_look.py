@@ -17,7 +17,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
 from hetstream.hetjob.gpu.handshake import Connection
-from hetstream.hetjob.gpu.orders import VERSION, JobClass, Verdict
+from hetstream.hetjob.gpu.orders import VERSION, GpuUse, JobClass
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs
 from hetstream.slurm_plugin.coordinator.decide import Measurements
@@ -47,7 +47,7 @@ def both(path: Path, wait_until: WaitUntil) -> Iterator[Connection]:
     ):
         other.report(statistics(), news=True)
         guaranteed.report(statistics(boundaries=2, boundary_ns=1, mini_batch_ns=10 * MS, is_idle=1), news=True)
-        wait_until(has(other, Verdict.RUN))
+        wait_until(has(other, GpuUse.RUN))
         yield other
 
 
@@ -171,7 +171,7 @@ def test_who_looks_without_end_holds_up_nobodys_orders(path: Path, both: Connect
         for _ in range(20):
             before = both.order()
             wait_until(lambda before=before: both.order() != before)
-            assert has(both, Verdict.RUN)()
+            assert has(both, GpuUse.RUN)()
     finally:
         is_over.set()
         for thread in threads:

@@ -19,8 +19,8 @@ import pytest
 from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
-from hetstream.hetjob.gpu.handshake import NEWS, Answer, Connection, Introduction, ask
-from hetstream.hetjob.gpu.orders import VERSION, JobClass, Page, Statistics, Verdict, Work
+from hetstream.hetjob.gpu.handshake import NEWS, Connection, CoordinatorAnswer, Introduction, ask
+from hetstream.hetjob.gpu.orders import VERSION, GpuUse, JobClass, Page, Statistics, Work
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs, Peer
 from hetstream.slurm_plugin.coordinator.server import Coordinator, Crowds, _Member
 from hetstream.slurm_plugin.coordinator.table import ProcessRow, look
@@ -161,7 +161,7 @@ def test_an_agent_tells_nothing_to_a_user_who_is_not_the_coordinator(wait_until:
                 connection, _ = listener.accept()
                 with connection:
                     assert connection.recv(4096)
-                    connection.send(encode(Answer(VERSION)))
+                    connection.send(encode(CoordinatorAnswer(VERSION)))
 
         impostor = threading.Thread(target=run_as, args=(STRANGER, listen))
         impostor.start()
@@ -262,7 +262,7 @@ def test_what_is_no_page_is_no_coordinators(path: Path) -> None:
             with connection:
                 connection.recv(4096)
                 empty = os.memfd_create("empty")
-                socket.send_fds(connection, [encode(Answer(VERSION))], [empty] * 3)
+                socket.send_fds(connection, [encode(CoordinatorAnswer(VERSION))], [empty] * 3)
                 os.close(empty)
 
         thread = threading.Thread(target=answer)
@@ -386,9 +386,9 @@ class TestGrants:
         ):
             other.report(statistics(), news=True)
             guaranteed.report(Statistics(updated_ns=time.monotonic_ns()), news=True)
-            wait_until(has(other, Verdict.PAUSE))
+            wait_until(has(other, GpuUse.PAUSE))
             file.unlink()
-            wait_until(has(other, Verdict.RUN))
+            wait_until(has(other, GpuUse.RUN))
             wait_until(lambda: not guaranteed.look())
             grant(grants, "8", JobClass.GUARANTEED)
             wait_until(lambda: other.look() and other.job_class is JobClass.GUARANTEED)
@@ -447,7 +447,7 @@ class TestGrants:
         ):
             other.report(statistics(), news=True)
             guaranteed.report(statistics(), news=True)
-            wait_until(has(other, Verdict.PAUSE))
+            wait_until(has(other, GpuUse.PAUSE))
             grant(grants, "8", JobClass.GUARANTEED)
             wait_until(lambda: "guaranteed job 7 has the GPU" in caplog.text)
             assert other.look()

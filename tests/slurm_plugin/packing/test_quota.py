@@ -13,11 +13,11 @@ from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.quota import (
     PATIENCE_S,
+    QuotaAction,
     QuotaDecision,
     QuotaJob,
     Quotas,
     QuotaSite,
-    Verdict,
     above_quota,
     decide,
     read_quotas,
@@ -104,8 +104,8 @@ class TestCases:
     def test_free_gpus_are_kept_for_a_gang_and_for_the_first_gang_alone(self) -> None:
         jobs = [QuotaJob("1", "a", 4, 0.0), QuotaJob("2", "b", 1, 1.0)]
         found = {decision.job.name: decision for decision in decide(QUOTAS, jobs, 3, 0.0)}
-        assert (found["1"].verdict, found["1"].reserved_gpus) == (Verdict.RESERVE, 3)
-        assert (found["2"].verdict, found["2"].reserved_gpus) == (Verdict.RESERVE, 0)
+        assert (found["1"].verdict, found["1"].reserved_gpus) == (QuotaAction.RESERVE, 3)
+        assert (found["2"].verdict, found["2"].reserved_gpus) == (QuotaAction.RESERVE, 0)
         assert "others are kept for job 1" in found["2"].reason
 
     def test_a_job_that_waits_long_is_offered_or_starts_if_its_user_lets_it(self) -> None:
@@ -199,16 +199,16 @@ class World:
     def carry_out(self, decision: QuotaDecision, seed: int) -> None:
         """As Slurm would: it knows nothing of opportunistic jobs when it chooses GPUs."""
         job = self.jobs[decision.job.name]
-        if decision.verdict is Verdict.UPGRADE:
+        if decision.verdict is QuotaAction.UPGRADE:
             assert not job.runs_on & self.guaranteed_on(), "two guaranteed jobs on one GPU"
             self.jobs[job.name] = replace(job, runs_as=GUARANTEED)
             assert self.jobs[job.name].runs_on == job.runs_on
-        elif decision.verdict is Verdict.GUARANTEED:
+        elif decision.verdict is QuotaAction.GUARANTEED:
             free = self.free()
             assert len(free) >= job.gpus, "it was to start, and there is no room"
             chosen = [free[(seed + place) % len(free)] for place in range(job.gpus)]
             self.jobs[job.name] = replace(job, runs_as=GUARANTEED, runs_on=frozenset(chosen))
-        elif decision.verdict is Verdict.OPPORTUNISTIC:
+        elif decision.verdict is QuotaAction.OPPORTUNISTIC:
             chosen = [f"g{(seed + place) % self.num_gpus}" for place in range(job.gpus)]
             self.jobs[job.name] = replace(job, runs_as=OPPORTUNISTIC, runs_on=frozenset(chosen))
 
@@ -252,7 +252,7 @@ def played(events: list[tuple[str, str, int, int, float | None, bool]], quotas: 
 
 def _is_in_order(quotas: Quotas, found: tuple[QuotaDecision, ...]) -> None:
     """Of jobs that ask alike nobody passes another one, but an upgrade by the patience."""
-    granted = [decision.job for decision in found if decision.verdict in (Verdict.GUARANTEED, Verdict.UPGRADE)]
+    granted = [decision.job for decision in found if decision.verdict in (QuotaAction.GUARANTEED, QuotaAction.UPGRADE)]
     waiting = [
         decision.job for decision in found
         if decision.job.runs_as is None and decision.job.asked is GUARANTEED and decision.job not in granted

@@ -265,12 +265,11 @@ _SUFFIX = ".sbatch"
 _HEADROOM = 1.25
 # The process that starts the others says nothing of its memory.
 _SUPERVISOR_MB = 256
-# A job that waited this share of its time needed so many times its data workers, if loading was all it waited for.
-# With less of them to go by, a larger factor would be a guess.
+# A share of waiting gives the factor by which data workers were too few. Of a larger share it would be a guess.
 _MOST_WAIT_SHARE = 0.75
 # Of fewer jobs nobody knows which one is wrong.
 _FEW = 3
-# A value that is so many times the next one is its job's alone.
+# A value above this multiple of the next one says something of its own job alone.
 _OUTLIER = 2.0
 
 

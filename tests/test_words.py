@@ -21,6 +21,7 @@ PRONOUNS = {"one", "rest", "told", "words"}
 # A retired class's name in lower case, as a variable has it, where it is a plain word: `pass` is one of Python's.
 PLAIN = {
     "pass": FOLDERS,
+    "verdict": FOLDERS,
     "turn": ("benchmarks", "hetjob", "hetstream", "mpi_dataworkers", "sbatch_templates", "slurm_plugin"),
 }
 

@@ -488,7 +488,7 @@ def check_step(content: Content, kind: Kind, step: int | None) -> None:
 def _write_checkpoint(content: Content, target: Path, step: int) -> Path:
     with attempt_on(target, "local") as attempt:
         generation = Generation(attempt, step)
-        # One rank that saved what all have alike: any number of ranks restores it.
+        # Written as by a single rank, all of it equal on every rank: any number of ranks can restore it.
         part = PartSpec(generation, 0, 1, metrics=content.metrics)
         write_state(target, part, content.state, shared=content.state)
         commit(target, generation, 1)

@@ -500,7 +500,7 @@ _MAX_LINEAGE_BYTES = 1 << 20
 _MAX_BRANCHES = 1000
 _ID_BYTES = 16
 _START_BYTES = 8
-# Memory is of the last start on its host. Where so many have come since, it is not used any more.
+# Starts that are remembered: memory of an older one is not used any more.
 _MAX_STARTS = 100
 
 

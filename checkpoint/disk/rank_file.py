@@ -39,7 +39,7 @@ from hetstream.checkpoint.record.structure import Record
 # one is refused like a damaged file.
 
 VERSION = 1
-# One checksum for each so many bytes, so that damage has a place.
+# Bytes of one checksum: damage is known to within them.
 CHUNK_BYTES = 64 << 20
 # More ranks than any machine has; a file that says so takes no more memory than one that is right.
 MAX_RANKS = 1_000_000

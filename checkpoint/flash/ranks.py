@@ -155,7 +155,7 @@ def gather(ranks: Communicator, value: T) -> list[T]:
 
 
 class _Failure(msgspec.Struct, frozen=True):
-    """How a rank failed in something that all ranks do; empty: it did not."""
+    """A rank's error in a step that all ranks take together; empty if it had none."""
 
     error: str = ""
     message: str = ""

@@ -353,7 +353,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 # Copies within main memory: in pieces, by as many threads as are free to take one. For saves and for restores.
 
-# Copies of so many bytes are shared by threads; of fewer, waiting for the GIL between two would take longer.
+# Bytes from which on threads share a copy; waiting for the GIL would take longer than a smaller one.
 _SHARED_BYTES = 64 << 10
 # What a thread takes at a time, and for how much another one is worth its start. More threads than the limit are not
 # faster than memory is.

@@ -77,7 +77,7 @@ class ControllerState:
 # A trainer that never waited would take `steps_per_s / (1 - wait_share)`; a data worker that is never idle makes what
 # its busy time says. The quotient is the number of data workers, before anything is tried.
 
-# Nearly all of the time waited tells nothing of how fast the trainer would be: at most so many times faster.
+# A trainer that waits nearly all of its time does not show how fast it could be: this factor at most is believed.
 _MOST_SPEED_UP = 20.0
 
 
@@ -120,13 +120,13 @@ STARVING_SHARE = 0.05
 GROW_HEADROOM, SHRINK_HEADROOM = 1.1, 1.3
 # The rates are those of the last 5 s: a change shows in them whole after that.
 MEASURE_S = 6.0
-# Of a first step that takes longer than the rates look back: it is waited for so long.
+# Longest wait for a first step, which may take longer than the rates look back.
 _LONGEST_BASELINE_S = 60.0
-# One change makes a job at most so many times larger: a first rate may be wrong by much.
+# Largest factor of one change: a first rate may be wrong by much.
 _MOST_GROWTH = 8
 # Below this share of what data workers can make, more of them would be no help.
 _BUSY_SHARE = 0.7
-# Data workers go when they were not needed for so many cooldowns.
+# Cooldowns without need after which data workers go.
 _CALM_COOLDOWNS = 3
 # After data workers have come, a loader that computes features takes up to this long to cut its graph elsewhere.
 _RECUT_S = 15.0
@@ -134,7 +134,7 @@ _RECUT_S = 15.0
 _START_LIMIT_S, _DRAIN_LIMIT_S = 60.0, 60.0
 # What the trainer's own CPUs do is looked at over this long: work comes in bursts.
 _TRAINER_S = 60.0
-# Without any loader for so long, the program does something else.
+# A program without a loader for this time does something else than training.
 _IDLE_S = 300.0
 # What did not pay is tried again after this long, then twice as long, and so on.
 _RETRY_S, _LONGEST_RETRY_S = 600.0, 7200.0
@@ -436,8 +436,7 @@ class Controller:
             return True
         made_per_s = snapshot.steps_per_s
         if snapshot.of(CompanionState.PENDING) or snapshot.earlier_wait_share > STARVING_SHARE:
-            # What is made between two holes, or of what a stage gives that is too small yet, says nothing of what all
-            # would make.
+            # Rates are too low while companions are missing or an earlier stage starves: all workers count.
             rate = rate_of_one(snapshot, self.cpus)
             if rate <= 0:
                 return True

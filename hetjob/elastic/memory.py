@@ -36,7 +36,7 @@ from hetstream.mpi_dataworkers.wire.messages import LoaderStatus
 Array = NDArray[np.float64]
 
 _NUM_BLOCKS = 12
-# Between so many blocks there are enough pairs for 95 % confidence.
+# Fewest blocks whose pairs give 95 % confidence.
 _LEAST_BLOCKS = 10
 _Z95 = 1.645
 # The newer half of a growth over the older half: above it the growth is taken for a line.
@@ -49,7 +49,7 @@ _WINDOWS = (1, 2, 4, 8, 16)
 _SHORT = 0.25
 # Growth of which more than this share is a single step is no growth yet.
 _MOST_OF_ONE_STEP = 0.6
-# Growth is noted when it is so much of the limit, and is over when it has paused for so many times its longest pause.
+# Growth counts from this share of the limit on. It is over after a pause of this many times its longest one.
 _NOTED_SHARE, _LONGEST_PAUSE = 0.005, 1.5
 # Fewer steps than this are no growth yet: two pauses between them say how long one lasts.
 _LEAST_STEPS = 3

@@ -228,7 +228,7 @@ def compile_nothing() -> None:
     torch.compile = compile
 
 
-# Launches between two events, and windows of so many that may be on the way: what runs on when a job is to pause.
+# Launches of one window, and windows that may be on the way: what runs on when a job is to pause.
 _LAUNCHES = 16
 _WINDOWS = 2
 

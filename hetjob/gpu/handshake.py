@@ -51,7 +51,7 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         now_ns: its clock, when the connection is made.
         rank: among the processes of its launch on this node, from 0.
         num_ranks: how many these are; 0: it does not know.
-        launch: another text for each launch that the job has at the same time.
+        launch: tells this launch from others that the job runs at the same time.
     """
 
     version: int

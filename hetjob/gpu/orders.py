@@ -248,7 +248,7 @@ def _written_by_jobs(name: str) -> int:
 # Who numbers the processes of a node; the innermost launcher comes first: torchrun may run within srun.
 _NUMBERED_BY = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _COUNTED_BY = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-# Together they are another text for each launch that a job has at the same time.
+# Together these variables tell the launches apart that a job runs at the same time.
 _LAUNCHES = ("SLURM_STEP_ID", "HETSTREAM_GPU_JOB", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 # What Slurm says of a step's tasks: "2(x3),1" are 2 on each of three nodes, and 1 on another one.
 _TASKS = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)

@@ -327,7 +327,7 @@ class Stealing:
         return any_worker_can and self._placement.may_try(thief, session, now)
 
 
-# Steps that failed: what becomes of them, who tries them again, and what that says of who failed them. Pure.
+# Steps that failed: which are tried again and where, and which data workers are then to blame. Pure.
 #
 # `failures.py` has the verdict on one step, `tables.py` what is known of a data worker with one pipeline.
 

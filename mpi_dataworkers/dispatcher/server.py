@@ -266,7 +266,7 @@ SUMMARY_FILE = "summary.json"
 _METRICS_S = 1.0
 # How often files of pipelines that nobody uses are looked for.
 _SWEEP_S = 10.0
-# At its end it takes what is still on the way, until it has heard nothing for so long, at most for so long in all.
+# At its end the dispatcher takes messages on their way until none came for the first time, or the second has passed.
 _QUIET_S = 0.05
 _LAST_S = 0.5
 

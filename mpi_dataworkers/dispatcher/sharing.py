@@ -30,12 +30,12 @@ from hetstream.mpi_dataworkers.wire.messages import OpenSession, ProvidePipeline
 
 
 def description_of(loader: RegisterLoader) -> Hashable:
-    """What two loaders that belong together have in common, but for the number of their kind."""
+    """Job name and description: alike in the loaders of all ranks that read one data set together."""
     return loader.job_name, frozenset(loader.description.items())
 
 
 def key_of(loader: RegisterLoader) -> Hashable:
-    """The same for the loaders of all ranks that belong together."""
+    """Key that the loaders of all ranks share which read one data set together."""
     return description_of(loader), loader.occurrence
 
 

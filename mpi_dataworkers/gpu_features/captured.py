@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _SLOTS = AHEAD + 1
 # Steps that run as they are before the first is captured: libraries and allocators settle in them.
 _WARM_UP = 3 * _SLOTS
-# Slots are so many times as large as the first batch.
+# Size of a slot, in sizes of the first batch: later ones may be larger.
 _ROOM = 1.25
 # Sizes of which it is known how often they came.
 _MOST_KNOWN = 1024

@@ -39,12 +39,12 @@ from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 
 _log = logging.getLogger(__name__)
 
-# Of a loader; until so many were compared, those of the next pass are its first ones, too.
+# First steps of a loader that are compared; if a pass ends before, the next one goes on with them.
 _FIRST_STEPS = 2
-# So many steps are made as without data workers, and were equal, before others are believed; with each change of the
-# dataset half as many, but two of each process.
+# Equal steps, made beside as without data workers, before the others are believed; after a change of the dataset half
+# as many, but two of each process.
 _PROVING_STEPS = 64
-# Of so many steps one is compared, too, behind the first ones, and then of twice as many each time.
+# Behind the first ones, one step of this many is compared, then one of twice as many, and so on.
 _SOON = 16
 _MOST_STRETCHES = 40  # no pass has more
 # By the digest of what data workers were sent, as programs make a new loader for each epoch.

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _NEVER = sys.maxsize
-# For so long after data workers' first step, steps are proved by torch's own workers, where these are slow.
+# Time from data workers' first step in which slow torch workers may still prove steps.
 _PROVING_S = 30.0
 # A step that has ended data workers may end whoever makes it.
 _DIED = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)

@@ -34,13 +34,13 @@ from hetstream.mpi_dataworkers.wire.messages import FeatureCut
 # `FeatureParts` notes each batch and carries out what was decided, both in the training thread.
 
 _log = logging.getLogger(__name__)
-# A look is over so many steps, and so long, at the least.
+# A look is over at least this many steps and this time.
 _STEPS, _LOOK_S = 20, 1.0
 # A longer step is an evaluation, or a checkpoint, and no step.
 _PAUSE_S, _PAUSE_FACTOR = 1.0, 10.0
-# A decision that is being made when the loader closes is waited for so long.
+# Longest wait for a decision that is being made when the loader closes.
 _CLOSED_WITHIN_S = 2.0
-# So many batches may be on the device before one's time is given up.
+# Batches on the device after which the time of the oldest is given up.
 _MOST_MARKS = 16
 
 
@@ -198,7 +198,7 @@ Features = FeatureGraph | CutGraph | HybridFeatures
 # Cuts whose batches may still be under way: of an iterator that another thread goes on with, say.
 _MOST_PARTS = 8
 _LONGEST_REASON = 300
-# What ran the data workers' part is told of so many batches: they may be of several hosts.
+# Batches of which statistics say what computed the data workers' part: hosts may differ.
 _CODES = 32
 
 

@@ -21,7 +21,7 @@ from hetstream.mpi_dataworkers.order.interleave import Mixer, Stop, check_mixtur
 _STATE_VERSION = 1
 # Passes of a part within one epoch of the mixture get epochs of their own, far from those of other epochs.
 _RESTART_EPOCHS = 1 << 20
-# Positions within the parts are known at every so many elements, and counted from there.
+# Elements between two known positions within the parts; those between are counted.
 _BLOCK = 1024
 
 

@@ -106,8 +106,8 @@ class SamplerAhead:
         self._end_is_sent = has_ended
 
 
-# Data workers that are there and deliver nothing for so long are waited for no more: they may never get what torch's
-# own worker has. Until then they may come to their first step: a large dataset takes minutes.
+# Longest wait for data workers that are there and deliver nothing: they may never get what torch's own worker has. A
+# large dataset takes minutes to its first step.
 _LATE_FOR_S = 240.0
 # Of a loader's `timeout`, what data workers have for a step before torch's own worker process begins with it, too.
 _TIMEOUT_SHARE = 0.5

@@ -133,7 +133,7 @@ class LostStep:
 Step = Delivered | BatchFailed | LocalFailure
 
 
-# After a step whose samples alone have written to files, so many are quiet before that counts no more.
+# Steps without a write to files after which a single step that wrote is forgotten.
 _QUIET_STEPS = 256
 
 

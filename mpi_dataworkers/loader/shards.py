@@ -37,7 +37,7 @@ from hetstream.mpi_dataworkers.wire.messages import ListedOrder, Ranges, ShardOr
 # program's own sampler and is drawn as it is needed.
 
 _LARGEST_INDEX = 2**63 - 1
-# Of a pass that torch's own workers are to go on with, so many steps at most are made again by them before.
+# Most steps that torch's own workers make again before they go on with a pass.
 _MOST_MADE_AGAIN = 256
 # Without another bound, a listed order is drawn from the program's sampler this many steps beyond the window.
 _LIST_AHEAD_STEPS = 64

@@ -80,7 +80,7 @@ def _with_open(counters: LoaderStats, began: float | None, until: float) -> Load
 
 # How fast batches come to a loader: bytes, and the time in which some batch was on its way. Pure.
 
-# What came long ago counts less: after so many bytes, half.
+# Bytes after which an earlier measurement counts half.
 _HALF_BYTES = 1 << 30
 # Less than this says nothing: the time is that of a few system calls.
 _LEAST_BYTES = 1 << 20

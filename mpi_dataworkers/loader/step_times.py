@@ -78,7 +78,7 @@ def seconds_between(began: Moment, ended: Moment) -> float:
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _EVERY_S = 1.0
 _TIMED_SHARE = 1 / 8
-# A program that has looked up nothing in so many timed steps has no embeddings.
+# Timed steps without a lookup after which a program counts as one without embeddings.
 _MOST_WITHOUT = 16
 # Lookups of a step; a program with more is not measured.
 _MOST_LOOKUPS = 512

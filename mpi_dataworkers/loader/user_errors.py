@@ -87,7 +87,7 @@ _MapDatasetFetcher: Any = torch_fetch._MapDatasetFetcher
 _worker_loop: Any = torch_worker._worker_loop
 _signals: Any = signal_handling
 
-# A process whose connections are closed has so long to end by itself.
+# Time that a process has to end by itself once its connections are closed.
 _ENDS_IN_S = 5.0
 
 

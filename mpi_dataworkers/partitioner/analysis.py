@@ -355,7 +355,7 @@ def _why_kept(call: Call, effect: Effects, seen: Observed | None) -> str:
 # Called by `partition.py` in the training process, once as the trainer runs them and once with one thread, as data
 # workers do.
 
-# The fastest of so many runs counts: the first pays for memory and for what is loaded at first use.
+# Runs of which the fastest counts: the first pays for memory and for what is loaded at first use.
 _NUM_RUNS = 3
 
 

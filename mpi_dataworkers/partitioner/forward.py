@@ -27,7 +27,7 @@ _StopsRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputation
 _MOST_MISSES = 50
 # Calls in a row that another graph has, until that is analysed in turn.
 _MOST_OF_ANOTHER_GRAPH = 3
-# The first batch of each size is checked, of so many sizes.
+# Most sizes of which the first batch is checked.
 _MOST_SIZES = 64
 _NO_GUARD_HOLDS = "what the forward reads is not as it was when torch.compile traced it"
 _NOT_THE_BATCH = "data workers have computed nothing of what it is given now"

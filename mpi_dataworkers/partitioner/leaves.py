@@ -48,7 +48,7 @@ def same_bytes(value: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(value.detach().view(whole), other.detach().view(whole))
 
 
-# Whole numbers of so many bytes: comparing them compares bytes.
+# Whole numbers by their size in bytes: comparing them compares bytes.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

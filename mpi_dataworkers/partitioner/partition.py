@@ -63,7 +63,7 @@ def check_module(module: torch.nn.Module) -> None:
 
 # How long a loader's steps take, and the rates that a cut depends on. Pure.
 
-# Rates are looked at after so many steps.
+# Steps between two looks at the rates.
 STEPS_OF_A_LOOK = 100
 # Less of a change is no reason to decide again, and less of a wait is no sign that data workers are too slow.
 _SHARE_THAT_COUNTS = 0.2
@@ -160,9 +160,9 @@ _log = logging.getLogger(__name__)
 # A forward and a backward pass take about three times a forward's time.
 _STEP_PER_FORWARD = 3.0
 NUM_CHECKED = 3
-# The cut changes at most so many times in a run: each change makes the batches on their way anew.
+# Most changes of the cut in a run: each has the batches on their way made anew.
 _MOST_CHANGES = 8
-# So often another graph of a forward is analysed, as where an attribute changes from epoch to epoch.
+# Most graphs of one forward that are analysed: an attribute may change from epoch to epoch.
 _MOST_ANALYSES = 3
 # Cuts of which is measured what they gain: what was measured counts for the later ones.
 _MOST_TRIALS = 3

@@ -136,7 +136,7 @@ class OperatorProgram:
         return {name: value for name, value in self.__dict__.items() if name != "function"}
 
 
-# From so many elements on torch cuts an operator into one piece for each thread.
+# Elements from which on torch cuts an operator into one piece for each thread.
 GRAIN_SIZE = 32768
 
 

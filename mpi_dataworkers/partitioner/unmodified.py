@@ -32,7 +32,7 @@ _pytree: Any = pytree
 _Module: Any = torch.nn.Module
 # The step in which a forward is captured: those before show how long a step takes, and where batches arrive.
 _STEP_OF_CAPTURE = 3
-# A loader whose batches arrive in no forward for so many steps is followed no more.
+# Steps after which a loader is given up whose batches arrive in no forward.
 _MOST_STEPS = 50
 # Batches that a program may have fetched ahead.
 _MOST_AHEAD = 4

@@ -202,7 +202,7 @@ class BatchSender(Protocol):
 # A guard for descriptors, 1024 of a process in most places, of which a connection has two at most: data workers close
 # those to loaders that read no more.
 MAX_CHANNELS = 256
-# What is queued for the one that makes room may leave for so long.
+# Messages queued for a closed channel still have this time to leave.
 _EVICTED_LINGER_S = 1.0
 
 

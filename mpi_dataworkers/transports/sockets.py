@@ -216,8 +216,8 @@ _BACKLOG = 1024
 # much more, may not have left when that is put together. So it is made while the one before leaves, and in memory that
 # was used a moment ago.
 _AHEAD_BYTES = 4 << 20
-# It waits for that for as long as something leaves: what it says to have sent is to arrive soon. Where nothing leaves
-# for so long, the loader is held up, and others are not to wait for it.
+# The data worker waits while bytes leave: what it reports as sent is to arrive soon. If none leaves for this time, the
+# loader is held up, and the data worker turns to the others.
 _HOLD_S = 0.5
 # The thread says this often how much of a message has left.
 _SAY_S = 0.1

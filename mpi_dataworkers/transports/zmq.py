@@ -107,9 +107,9 @@ _CURVE_BYTES = 256
 _BURST = 256
 _HANDSHAKE_TIMEOUT_S = 5.0
 _CLOSE_LINGER_MS = 1000
-# Bytes that no kernel acknowledged for so long, or probes without an answer, mean a cut link. A peer that is stopped or
-# busy is not taken for gone: its kernel still acknowledges. Without this, TCP would try for a quarter of an hour, ever
-# more seldom, and a link that is back would not be noticed for as long as it had been away.
+# Bytes that no kernel acknowledged in this time, or probes without an answer, mean a cut link. A peer that is stopped
+# or busy is not taken for gone: its kernel still acknowledges. Without this, TCP would try for a quarter of an hour,
+# ever more seldom, and a link that is back would not be noticed for as long as it had been away.
 _CUT_MS = 5000
 _PROBE_S = 2
 _NUM_PROBES = 3

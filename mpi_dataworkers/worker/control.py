@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 # A dispatcher may be away for as long as a restart takes; after this the data worker takes the job for ended.
 GIVE_UP_S = 60.0
-# The thread looks several times a second; if it did not for so long, it could not.
+# The thread looks several times a second; a longer gap means that it was held up.
 _HELD_UP_S = 2.0
 # A silent dispatcher may have come to its end; the address file says so.
 _ASK_FILE_S = 2.0

@@ -72,10 +72,10 @@ _MAX_EARLY_DEATHS = 5
 _WATCH_S = 0.25
 _MOST_BETWEEN_LOOKS_S = 0.5
 _STACK_S = 1.0
-# A sample whose loader's pass has ended may go on for so long. torch's loader gives its own worker processes as much:
+# Time that a sample has left when its loader's pass has ended. torch gives its own worker processes as much:
 # MP_STATUS_CHECK_INTERVAL in torch/utils/data/_utils/__init__.py.
 _UNWANTED_S = 5.0
-# A data worker that has made nothing for so long may start anew in another Python environment.
+# Idle time after which a data worker may start anew in another Python environment.
 _IDLE_S = 30.0
 _STACK_SIGNAL = signal.SIGRTMAX - 1
 # What `run_data_workers` returns when its caller is to go on in another Python environment.

@@ -273,13 +273,13 @@ def _counts(jobs: tuple[SharingJob, ...]) -> dict[str, int]:
 # An order that is not renewed lapses after this. The coordinator renews it several times in that time.
 VALID_NS = 150_000_000
 _RAISE_NS = 100_000_000
-# A job that holds more than it may is given so long to come to a boundary before it is stopped where it is.
+# Time that a job above its limit has to reach a boundary before it is stopped where it is.
 _FINISH_NS = 2_000_000_000
-# ... and so long before it is reported.
+# ... and time before it is reported.
 _OBEY_NS = 10_000_000_000
-# A guaranteed job may take all memory until it has made so many mini-batches: what it needs is not known before.
+# Mini-batches until which a guaranteed job may take all memory: what it needs is not known before.
 _SETTLED = 3
-# A job may hold more by the GPU's count than by its own for so long: what it said last may be older, or younger.
+# Time in which the GPU's count of a job may be above its own: the two are not of the same moment.
 _EXPLAIN_NS = 1_000_000_000
 
 

@@ -177,7 +177,7 @@ _log = logging.getLogger(__name__)
 _PERIOD_S = 0.5
 # The driver's own utilisation is of its last moment; what it was over this time says more.
 _UTILISATION_OVER_S = 10.0
-# A driver that has said nothing for so long says nothing any more.
+# Silence after which a driver counts as one that does not answer.
 _SILENT_S = 5.0
 _MIG_PREFIX = "MIG-"
 

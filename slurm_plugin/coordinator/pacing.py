@@ -21,17 +21,17 @@ from hetstream.hetjob.gpu.orders import FULL_SHARE, Statistics
 
 # The guaranteed job's last mini-batches: how long they take, alone and beside others, and what others cost. Pure.
 #
-# Some of its gaps are left to nobody. The mini-batches with such gaps are its pace alone, seen at the same time as what
-# others cost: a job that becomes slower by itself becomes so in both.
+# In some gaps nobody else may launch. These mini-batches show the job's own pace, at the same time as the others show
+# what sharing costs: a job that becomes slower by itself becomes so in both.
 
 # Mini-batches beside others, and those without, that are kept.
 _KEPT = 64
 _KEPT_ALONE = 32
-# Of the latter, so many are kept when the others are seen to be out of date.
+# Mini-batches without others that are kept once the older ones are seen to be out of date.
 _KEPT_WHEN_FASTER = 4
-# What gaps are likely to be, and how much memory is needed, so many of the last ones say.
+# Latest mini-batches from which gaps and memory are estimated.
 _LATE = 32
-# A judgement is over so many mini-batches, or over fewer that took so long together.
+# Mini-batches of a judgement; fewer are enough if they took this time together.
 _JUDGED = 8
 _FEWEST = 2
 _LONG_NS = 2_000_000_000
@@ -40,7 +40,7 @@ _IN_BETWEEN = 1
 # What takes longer than this many times the median counts as so long: a checkpoint or an evaluation in between says
 # nothing about mini-batches.
 _FAR = 1.5
-# So many standard errors are not by chance.
+# Standard errors from which on a difference is not by chance.
 SURE = 2.0
 # A job has another pace by itself if mini-batches alone are off by so many standard deviations, and by this part.
 _OTHER_PACE, _LEAST_CHANGE = 3.0, 0.02
@@ -215,12 +215,12 @@ _SHARE_STEP = 10
 _LEAST_GAP = 0.01
 _MOST_SHARE = 950
 _GOLDEN = (math.sqrt(5) - 1) / 2
-# Gaps are opened for so long at a time. A coordinator that is stopped closes them by saying nothing.
+# Time for which a gap is opened at once. A coordinator that is stopped closes gaps by saying nothing.
 OPEN_NS = 30_000_000
-# A gap that is so much longer than any of late is no gap between two mini-batches: the job decodes, saves, or waits.
+# A gap this much longer than all recent ones is none between two mini-batches: the job decodes, saves or waits.
 _LONG_IDLE_NS = 1_000_000_000
 _LONG_IDLE_FACTOR = 4
-# Without a boundary for so long, nobody knows what the guaranteed job does, nor how fast.
+# After this time without a boundary nobody knows what the guaranteed job does, nor how fast.
 _SILENT_FACTOR = 3
 _SILENT_NS = 200_000_000
 

@@ -120,9 +120,9 @@ class Crowds:
 
 _log = logging.getLogger(__name__)
 
-# Orders are renewed so often while GPUs are shared; each is valid for several times as long.
+# Interval at which orders are renewed while GPUs are shared; each is valid for several intervals.
 RENEW_S = 0.02
-# What root has granted is looked at so often.
+# Interval at which root's grants are read.
 _GRANTS_S = 0.5
 _MOST_PROCESSES = 256
 _MOST_OF_USER = 64
@@ -132,7 +132,7 @@ _BACKLOG = 256
 # Connections of a user at once, and in a second: each process has one for as long as it runs. Not of root.
 _MOST_AT_ONCE, _MOST_PER_S = 2 * _MOST_OF_USER, 32.0
 _CROWD_SAID_S = 30.0
-# An introduction may wait so long. Who has sent one gives up sooner.
+# Oldest introduction that is answered; its sender has given up long before.
 _MOST_BEHIND_NS = 10_000_000_000
 _MODE = 0o666  # who may do what is decided by the kernel's word on each connection
 

@@ -34,7 +34,7 @@ from hetstream.slurm_plugin.coordinator.decide import (
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
 
 TABLE_VERSION = 1
-# What is called the time of a mini-batch now is the mean over so many.
+# Latest mini-batches whose mean is shown as the time of one.
 _RECENT = 8
 _NS_PER_S = 1e9
 
@@ -347,7 +347,7 @@ def look(path: str, coordinator_uid: int | None = None) -> GpuTable:
 # where nobody counts, the guaranteed job, which by a lie keeps others off its own GPU or lets them onto it. How jobs
 # fare is their own word, and for people.
 
-# Where no driver counts, the share in use is told over so many tables, one a second.
+# Tables, one a second, over which the share in use is told where no driver counts it.
 _WINDOW = 10
 # A guaranteed job whose agent is silent for longer may be anywhere.
 _SILENT_S = 30.0

@@ -724,7 +724,7 @@ class Registry:
         return GrantLimit(limit, job.reason, next_s, nodes=self._preferred(job, limit))
 
     def _preferred(self, job: Registered, limit: int) -> tuple[str, ...]:
-        """Where the data workers that it may still start would be best. A job of version 1 is told none."""
+        """Nodes on which the job should start its next data workers. A job of version 1 is told none."""
         leader, missing = self._leaders.get(job.job), min(limit, job.report.wanted) - job.report.current
         measured = job.report.measured
         if self._snapshot is None or leader is None or measured is None or missing <= 0:

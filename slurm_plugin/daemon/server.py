@@ -107,7 +107,7 @@ def _refusal(reason: str) -> Offer:
 
 # Two reports may be lost before the packer holds a reading for too old.
 REPORT_S = 5.0
-# A node that has told nothing for so long is forgotten.
+# Silence after which a node is forgotten.
 _FORGET_S = 600.0
 
 

@@ -37,7 +37,7 @@ _Number = Annotated[float, msgspec.Meta(ge=0, le=_MOST_TIME_S)]
 _Limit = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 _JobRow = tuple[str, str, Annotated[int, msgspec.Meta(ge=0)], _Number, _Number, _Limit | None, str]
 _DecisionRow = tuple[_Number, str, str, _Limit | None, _Limit | None, str, int, str]
-# Of decisions, the last so many are kept: 200 bytes each.
+# Decisions that are kept, the latest ones: 200 bytes each.
 MAX_DECISIONS = 20_000
 
 

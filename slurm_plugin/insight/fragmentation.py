@@ -31,7 +31,7 @@ from hetstream.slurm_plugin.insight.node_table import (
 
 # The paper counts machines with all CPUs taken and more than this share of the GPUs free, and the reverse.
 MUCH_FREE = 0.25
-# Of shapes of which none is smaller than another in everything, so many are looked at: those of most jobs.
+# Most shapes that are looked at, those of most jobs. None of them is smaller than another one in everything.
 MAX_SHAPES = 512
 
 

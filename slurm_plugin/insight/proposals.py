@@ -103,7 +103,7 @@ def _read(directory: Path) -> PastJob | None:
 
 log = logging.getLogger(__name__)
 
-# Scripts of which no job has ended for so long are not listed.
+# Scripts are listed for this time after their last job has ended.
 LISTED_S = 30 * 86400.0
 NO_HISTORY = "no past job with an elastic range of data workers is known yet: nothing is proposed from history"
 

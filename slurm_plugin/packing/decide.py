@@ -23,11 +23,11 @@ from hetstream.slurm_plugin.packing.state import (
 )
 
 _GIB = 1 << 30
-# Of a node's GPUs only so many more than a job needs are combined: the best ones. Where other nodes must have the same
-# numbers free, more of them.
+# GPUs beyond those that a job needs, the best ones, among which combinations are sought; of gangs, whose nodes must
+# have the same numbers free, more.
 _SPARE_GPUS = 4
 _SPARE_GPUS_OF_GANGS = 8
-# Of a gang over several nodes only so many sets of numbers are tried.
+# Most sets of GPU numbers that are tried for a gang over several nodes.
 _MOST_SETS = 200
 # GPUs that differ by less in what they leave count as alike: then the nearer ones are better.
 _ALIKE = 0.1

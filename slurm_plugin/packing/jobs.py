@@ -47,7 +47,7 @@ _HELD = re.compile(rf"JobHeld(User|Admin)|{_REQUEUED_AND_HELD.pattern}")
 _HELD_BY_OPERATOR = re.compile("JobHeldAdmin")
 _HELD_BY_NOBODY = re.compile(r"None|Priority|Cleaning|Dependency|BeginTime")
 _FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFailure")
-# Of an array's pending tasks, so many are looked at.
+# Most pending tasks of an array that are looked at.
 _MOST_TASKS = 16
 # Older releases (22.05 was tried) keep a GRES that a job asks for no more, with a count of 0: the job then starts only
 # where at least one of it is free.

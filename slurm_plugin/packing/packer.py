@@ -54,7 +54,7 @@ from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 
 _log = logging.getLogger(__name__)
 
-# A job that still runs so long after it was to be requeued goes on: Slurm ends one within KillWait, which is 30 s.
+# A job that still runs this time after its requeue goes on: Slurm ends one within KillWait, which is 30 s.
 _ENDS_S = 600.0
 
 

@@ -255,11 +255,11 @@ def _drop(placeholders: Iterable[Placeholder]) -> list[Step]:
 
 _log = logging.getLogger(__name__)
 
-# After so long a node's Prolog refuses to upgrade a job: it may be another start of it by then.
+# Time after which a node's Prolog refuses an upgrade: the job may have been started again by then.
 _UPGRADE_VALID_S = 120.0
 _PLACEHOLDER = "#!/bin/sh\nexec sleep infinity\n"
 _UPGRADE = "#!/bin/sh\nexit 0\n"
-# Of so many jobs Slurm is asked in a look what it gave them; each takes a few milliseconds.
+# Jobs about whose resources Slurm is asked in one look; each takes a few milliseconds.
 _MOST_ASKED = 200
 # Of a job of which Slurm does not say clearly what it has.
 _IN_DOUBT = (Gres("gpu", "", 1),)

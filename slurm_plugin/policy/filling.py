@@ -146,7 +146,7 @@ def _whole_knots(table: JobTable) -> tuple[Ints, Floats]:
     return both.astype(np.int64), speed_at(table, both * table.cpus[:, None])
 
 
-# Part of a data worker that counts as none: what rounding makes of an exact number.
+# Data workers: a smaller part of one is an error of rounding.
 _ROUNDING = 1e-9
 
 

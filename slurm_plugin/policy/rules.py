@@ -17,7 +17,7 @@ from hetstream.slurm_plugin.policy.table import NO_CAP, Allocation, Codes, Float
 
 # Stands for every user, or every tenant, that has no cap of its own.
 EVERYBODY = "*"
-# What one group leaves may bring the next above its cap; after so many rounds all that could come there are capped.
+# CPUs that one group leaves may bring the next above its cap; after these rounds every group that could is capped.
 _MAX_ROUNDS = 4
 
 

@@ -64,7 +64,7 @@ _CLASS_NAMES = (
 # Of what pending jobs wait for: `either` is GPUs or CPUs, `turn` a place in the queue, `other` no resource.
 _GROUPS = ("GPUs", "CPUs", "either", "memory", "turn", "other")
 _TURN = ("priority", "backfill", "hidden", "scheduler")
-# Waits are drawn from a minute on, in so many steps for each power of ten.
+# Waits are drawn from a minute on, with this many steps for each power of ten.
 _SHORTEST_S, DELAY_STEPS = 60.0, 40
 _LOG_SHORTEST = math.log10(_SHORTEST_S)
 _AGES = (

@@ -72,7 +72,7 @@ Ints = npt.NDArray[np.int64]
 
 _GIB, _MB_PER_GIB = 1 << 30, 1024
 _NO_LIMIT_BYTES = 1 << 60
-# Of the jobs that wait, the packer is shown so many.
+# Most waiting jobs that the packer is shown.
 _MOST_SHOWN = 200
 _TOO_LARGE = "too large: an opportunistic job asks the same of each of its nodes, and they have not enough GPUs or CPUs"
 # CPUs and GiB: what sums of fractions leave.

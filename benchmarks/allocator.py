@@ -22,7 +22,7 @@ from benchmarks import machine
 from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.slurm_plugin.daemon.nodes import usable_cpus
-from hetstream.slurm_plugin.daemon.registry import Registered, Since, table_of
+from hetstream.slurm_plugin.daemon.registry import JobTimes, Registered, table_of
 from hetstream.slurm_plugin.daemon.settings import PolicySettings
 from hetstream.slurm_plugin.placement.data_workers import Network, spread
 from hetstream.slurm_plugin.policy.policies import POLICIES, under_all_rules
@@ -129,7 +129,7 @@ def daemon_table(num_jobs: int, rounds: int) -> list[float]:
         for number in range(1, num_jobs + 1)
         for left in (RemainingWork(1000.0, 0.1, "directive", 5000.0),)
     ]
-    since = Since()
+    since = JobTimes()
     return [timed(lambda: table_of(known, {}, since, PolicySettings(), NOW_S, 300.0)) for _ in range(rounds)]
 
 

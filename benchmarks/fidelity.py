@@ -39,7 +39,7 @@ from hetstream.hetjob.site.client import SiteSettings, UnixAddress, ask
 from hetstream.hetjob.site.messages import SetPolicy, ShowPolicy
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.daemon.settings import Pace, PolicySettings
+from hetstream.slurm_plugin.daemon.settings import PolicySettings, ReportIntervals
 from hetstream.slurm_plugin.policy.policies import Rules
 from hetstream.slurm_plugin.policy.rules import MoveCost
 from hetstream.slurm_plugin.simulate import metrics
@@ -67,7 +67,7 @@ WORKER_CPUS = 8
 # The site's times, compressed as far as Slurm's own allow: reports every 10 s become 1 s, readings every 60 s too.
 INTERVAL_S, BACKFILL_S = 1.0, 1.0
 MOVE = MoveCost(report_s=1.0, cooldown_s=1.0, drain_s=0.5, start_s=1.5, disturbance_s=1.0, hold_s=15.0)
-PACE = Pace(report_s=1.0, round_s=0.25, unknown_s=0.5, least_interval_s=0.5, move=MOVE)
+PACE = ReportIntervals(report_s=1.0, round_s=0.25, unknown_s=0.5, least_interval_s=0.5, move=MOVE)
 # Slurm plans with time limits in whole minutes; nobody is killed at one.
 LIMIT_FACTORS = {"tuned": 1.5}
 ELASTIC_LIMIT_FACTOR = 10.0

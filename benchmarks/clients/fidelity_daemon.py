@@ -1,7 +1,7 @@
 """The site daemon with other times than the usual, for a cluster on which time is compressed.
 
-It is `hetstream site daemon --allocate` but for its `Pace`. Its argument is JSON: socket, state_dir, partition,
-interval_s, and the fields of `Pace` and of `MoveCost`.
+It is `hetstream site daemon --allocate` but for its `ReportIntervals`. Its argument is JSON: socket, state_dir,
+partition, interval_s, and the fields of `ReportIntervals` and of `MoveCost`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from hetstream.hetjob.site.client import SiteSettings, UnixAddress
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.server import Daemon
-from hetstream.slurm_plugin.daemon.settings import DaemonOptions, Pace
+from hetstream.slurm_plugin.daemon.settings import DaemonOptions, ReportIntervals
 from hetstream.slurm_plugin.daemon.store import Store
 from hetstream.slurm_plugin.policy.rules import MoveCost
 
@@ -24,7 +24,7 @@ def main() -> int:
     """Serve until SIGTERM."""
     request = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    pace = Pace(**{**request["pace"], "move": MoveCost(**request["pace"]["move"])})
+    pace = ReportIntervals(**{**request["pace"], "move": MoveCost(**request["pace"]["move"])})
     options = DaemonOptions(
         SiteSettings(UnixAddress(Path(request["socket"])), None),
         Path(request["state_dir"]),

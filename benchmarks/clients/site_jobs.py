@@ -1,8 +1,8 @@
 """The job masters of many jobs in one process, as far as site daemon and slurmctld can tell.
 
 Each job reports to the daemon by the `SiteLink` of a real job master. Those whose companions wait in the queue ask
-Slurm about them when a job master would, by its own rules (`Looks`, and what the daemon has read) and its own command.
-Prints how often, at the end.
+Slurm about them when a job master would, by its own rules (`Looks`, and what the daemon has read) and its own
+command. Prints how often, at the end.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedHandover:
     """A request, as the owner finds it.
 
     Attributes:
@@ -72,7 +72,7 @@ class OwnerAnswer:
     reason: str
 
 
-def answer(attempt: int, asked: Asked | None) -> OwnerAnswer:
+def answer(attempt: int, asked: AskedHandover | None) -> OwnerAnswer:
     """What an owner says to a request.
 
     Args:
@@ -89,7 +89,7 @@ def answer(attempt: int, asked: Asked | None) -> OwnerAnswer:
 
 
 @dataclass(frozen=True)
-class Taking:
+class StartProgress:
     """How far a start is.
 
     Attributes:
@@ -108,7 +108,7 @@ class Taking:
 
 
 @dataclass(frozen=True)
-class Seen:
+class FoundDirectory:
     """A checkpoint directory that a start could not take, as it finds it.
 
     Attributes:
@@ -142,7 +142,7 @@ class StartDecision:
     reason: str
 
 
-def decide(taking: Taking, seen: Seen) -> StartDecision:
+def decide(taking: StartProgress, seen: FoundDirectory) -> StartDecision:
     """What a start does about a directory that it could not take."""
     if seen.other_successor:
         # Also when it is free: it was handed over to the other one, or its owner died while the other one waited.
@@ -246,14 +246,14 @@ class JobHandover:
         """Do what is to be done about a directory that could not be taken; whether to try again at once."""
         owner, path, now_s = self._directory.owner(), self._directory.path, time.monotonic()
         decision = decide(
-            Taking(
+            StartProgress(
                 self._takes_over,
                 is_ready,
                 self._asked_attempt,
                 now_s - self._asked_s if self._asked_attempt else 0.0,
                 self._timeout_s,
             ),
-            Seen(
+            FoundDirectory(
                 owner.identity.job.partition("+")[0] if owner else "",
                 str(owner.identity) if owner else "",
                 owner.attempt if owner else 0,
@@ -305,7 +305,7 @@ class JobHandover:
         if request is None:
             return ""
         is_live = living_request(path) is not None
-        found = answer(self._directory.attempt, Asked(request.attempt, str(request.successor), is_live))
+        found = answer(self._directory.attempt, AskedHandover(request.attempt, str(request.successor), is_live))
         if found.hands_over:
             reach("handover.heard")
             self.successor = request.successor

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
-from hetstream.base.limits import Places
+from hetstream.base.limits import ConnectionLimit
 from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError, reach
 from hetstream.checkpoint.memory.segment import (
     MAX_METADATA_BYTES,
@@ -175,7 +175,7 @@ class ReplicaService:
         self._wake = threading.Event()
         self._keeping = threading.Lock()
         self._channels: set[ReplicaChannel] = set()
-        self._unknown: Places[ReplicaChannel] = Places(_MAX_UNKNOWN)
+        self._unknown: ConnectionLimit[ReplicaChannel] = ConnectionLimit(_MAX_UNKNOWN)
         self._unknown_lock = threading.Lock()
         self._sent: Generation | None = None
         self._server = _listen()

@@ -307,7 +307,7 @@ class ControllerStateFile:
         self._written = page
 
 
-class Told(NamedTuple):
+class JobReport(NamedTuple):
     """What a running job tells of itself.
 
     Attributes:
@@ -319,7 +319,7 @@ class Told(NamedTuple):
     step_terms: tuple[StepTerm, ...] = ()
 
 
-def told_by(directory: Path) -> Told:
+def told_by(directory: Path) -> JobReport:
     """What the job master with this directory tells now; nothing where it keeps nothing.
 
     Raises:
@@ -330,5 +330,5 @@ def told_by(directory: Path) -> Told:
         with Directory.open(directory) as opened:
             page = typed_json.decode(opened.read(CONTROLLER_STATE_FILE, _MAX_BYTES), _FileContent)
     except FileNotFoundError:
-        return Told()
-    return Told(page.warnings, page.step_terms)
+        return JobReport()
+    return JobReport(page.warnings, page.step_terms)

@@ -1,7 +1,7 @@
 """Who else could change a file, or put another one in its place: owners, modes, ACLs, and every directory on the way.
 
 Called before anything is read that names a program, holds keys or makes up a program, and before such a thing is made.
-`files.py` reaches things in a directory that was found safe. Reads; changes nothing but what `Way` is asked to make.
+`files.py` reaches things in a directory that was found safe. Reads; makes only what `SafeWalk` is asked to make.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False, o
     Raises:
         OSError: something on the way cannot be entered.
     """
-    way = Way(of_colleagues=of_colleagues, own_links=own_links)
+    way = SafeWalk(of_colleagues=of_colleagues, own_links=own_links)
     try:
         way.go(path)
     except UntrustedFile as error:
@@ -221,7 +221,7 @@ def _in_common(status: os.stat_result) -> bool:
     return bool(status.st_mode & stat.S_IWOTH) and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
 
 
-class Way:
+class SafeWalk:
     """A walk from `/`, one name at a time, that looks at each directory before it looks a name up there.
 
     Attributes:
@@ -338,7 +338,7 @@ class Way:
             )
 
 
-class _Trail(Way):
+class _Trail(SafeWalk):
     """A walk that only notes what it comes by."""
 
     def __init__(self) -> None:

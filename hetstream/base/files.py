@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
+from hetstream.base.access import SafeWalk, others_can_write, unsafe_below
 from hetstream.base.access import UntrustedFile as UntrustedFile
-from hetstream.base.access import Way, others_can_write, unsafe_below
 from hetstream.base.posix import open_flags
 
 _P = ParamSpec("_P")
@@ -113,7 +113,7 @@ class Directory:
             UntrustedFile: it, or one above it, is not safe (see `access.unsafe_above`); with `own` see `check_own`.
             OSError: it is not there, or no directory.
         """
-        way = Way(make=make)
+        way = SafeWalk(make=make)
         try:
             way.go(path)
             if way.missing is not None:

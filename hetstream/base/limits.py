@@ -176,7 +176,7 @@ def _fields(path: Path, separator: str | None) -> dict[str, str]:
 T = TypeVar("T", bound=Hashable)
 
 
-class Places(Generic[T]):
+class ConnectionLimit(Generic[T]):
     """So many places. Whoever takes more than others gives way first, so a crowd of one user shuts out itself alone.
 
     Args:
@@ -221,7 +221,7 @@ class Places(Generic[T]):
 # How long somebody has to wait who asks more often than he may. Pure; the clock is an argument.
 
 
-class Turns:
+class RateLimit:
     """So many turns a second for each owner, and some at once: a bucket of tokens each (a generic cell rate algorithm).
 
     Whoever asks too often waits, and only he. An owner who asks seldom costs no memory.

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Collection
 from pathlib import Path
 
-from hetstream.base.access import UntrustedFile, Way, others_can_write, unsafe_above
+from hetstream.base.access import SafeWalk, UntrustedFile, others_can_write, unsafe_above
 
 # struct ucred: pid, uid, gid (unix(7)).
 _CREDENTIALS = struct.Struct("3i")
@@ -97,7 +97,7 @@ def _given_by_root_to(directory: Path) -> int | None:
         os.close(way.descriptor)
 
 
-class _WayOfRoot(Way):
+class _WayOfRoot(SafeWalk):
     """Looks whether nobody but root can put something in the place of a directory on the way."""
 
     def check(self, whole: Path) -> None:

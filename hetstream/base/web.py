@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from hetstream.base.limits import Places
+from hetstream.base.limits import ConnectionLimit
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class WebServer:
             raise
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._listener.getsockname()[1]}/"
-        self._places: Places[asyncio.Task[None]] = Places(_MAX_CONNECTIONS, _MAX_OF_ADDRESS)
+        self._places: ConnectionLimit[asyncio.Task[None]] = ConnectionLimit(_MAX_CONNECTIONS, _MAX_OF_ADDRESS)
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="hetstream-web", daemon=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.leasing import Leasing
-from hetstream.mpi_dataworkers.dispatcher.placement import Reachability, Rooms
+from hetstream.mpi_dataworkers.dispatcher.placement import ProcessSlots, Reachability
 from hetstream.mpi_dataworkers.dispatcher.sharing import (
     RanksSeen,
     Reader,
@@ -189,7 +189,7 @@ class LoaderMessages:
     """
 
     def __init__(
-        self, tables: Tables, reachability: Reachability, streams: SharedStreams, notices: Notices, rooms: Rooms
+        self, tables: Tables, reachability: Reachability, streams: SharedStreams, notices: Notices, rooms: ProcessSlots
     ) -> None:
         self._tables = tables
         self._rooms = rooms
@@ -462,7 +462,7 @@ class WorkerMessages:
         tables: Tables,
         leasing: Leasing,
         reachability: Reachability,
-        rooms: Rooms,
+        rooms: ProcessSlots,
         drop_loader: Callable[[str, str], list[Instruction]],
     ) -> None:
         self._tables = tables

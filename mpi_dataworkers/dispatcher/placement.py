@@ -225,7 +225,7 @@ class Reachability:
 ROOM_S = 5.0
 
 
-class Rooms:
+class ProcessSlots:
     """Sees to it that every program has a process in every slot.
 
     Attributes:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.leasing import Leasing
 from hetstream.mpi_dataworkers.dispatcher.peers import Handler, LoaderMessages, Notices, WorkerMessages, refuse
-from hetstream.mpi_dataworkers.dispatcher.placement import Reachability, Rooms
+from hetstream.mpi_dataworkers.dispatcher.placement import ProcessSlots, Reachability
 from hetstream.mpi_dataworkers.dispatcher.status import note_rates, status_of
 from hetstream.mpi_dataworkers.dispatcher.tables import (
     ARRIVAL_TIMEOUT_S,
@@ -71,7 +71,7 @@ class DispatcherState:
         self.leasing = Leasing(self.tables, now)
         placement, streams = self.leasing.placement, self.leasing.streams
         self._reachability = Reachability(self.tables, placement)
-        self._rooms = Rooms(self.tables, placement, self._reachability, streams)
+        self._rooms = ProcessSlots(self.tables, placement, self._reachability, streams)
         self._notices = Notices(self.tables)
         self._loaders = LoaderMessages(self.tables, self._reachability, streams, self._notices, self._rooms)
         self._workers = WorkerMessages(self.tables, self.leasing, self._reachability, self._rooms, self._loaders.drop)

@@ -50,7 +50,7 @@ _FAILURES_IN_A_ROW = 2
 
 
 @dataclass
-class Standing:
+class WorkerBackoff:
     """How one data worker does with one pipeline.
 
     Attributes:
@@ -209,7 +209,7 @@ class WorkerRecord:
     cached_tokens: set[int] = field(default_factory=set)
     unreachable: dict[str, float] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
-    standings: dict[str, Standing] = field(default_factory=dict)
+    standings: dict[str, WorkerBackoff] = field(default_factory=dict)
     draining: bool = False
     slurm_job: str = ""
     slot: str = ""
@@ -219,11 +219,11 @@ class WorkerRecord:
     resident_bytes: int = 0
     device: Device = "cpu"
 
-    def standing(self, pipeline_id: str) -> Standing:
+    def standing(self, pipeline_id: str) -> WorkerBackoff:
         """How it does with a pipeline."""
         standing = self.standings.get(pipeline_id)
         if standing is None:
-            standing = self.standings[pipeline_id] = Standing()
+            standing = self.standings[pipeline_id] = WorkerBackoff()
         return standing
 
     def is_sound(self, pipeline_id: str) -> bool:

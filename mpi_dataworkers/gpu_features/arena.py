@@ -224,7 +224,7 @@ def padded(count: int) -> int:
     return -(-count // step) * step
 
 
-class Act(enum.Enum):
+class StepMode(enum.Enum):
     """What is done with a training step."""
 
     RUN = "run"
@@ -236,7 +236,7 @@ class Act(enum.Enum):
 class BucketStep:
     """What to do, and why."""
 
-    act: Act
+    act: StepMode
     reason: str
 
 
@@ -255,18 +255,18 @@ def decide_step(
         refusal: why nothing can be captured; "" if it can.
     """
     if is_captured:
-        return BucketStep(Act.REPLAY, "captured")
+        return BucketStep(StepMode.REPLAY, "captured")
     if refusal:
-        return BucketStep(Act.RUN, refusal)
+        return BucketStep(StepMode.RUN, refusal)
     if not is_warm:
-        return BucketStep(Act.RUN, "the first steps run as they are")
+        return BucketStep(StepMode.RUN, "the first steps run as they are")
     if not has_next:
-        return BucketStep(Act.RUN, "there is no next batch to compute beside it")
+        return BucketStep(StepMode.RUN, "there is no next batch to compute beside it")
     if size_at < 0 and num_seen < LEAST_SEEN:
-        return BucketStep(Act.RUN, f"{num_seen} steps had these sizes before, and {LEAST_SEEN} are waited for")
+        return BucketStep(StepMode.RUN, f"{num_seen} steps had these sizes before, and {LEAST_SEEN} are waited for")
     if size_at < 0 and num_sizes >= MOST_SIZES:
-        return BucketStep(Act.RUN, f"{num_sizes} sizes are captured, and no more are")
-    return BucketStep(Act.CAPTURE, "these sizes come often")
+        return BucketStep(StepMode.RUN, f"{num_sizes} sizes are captured, and no more are")
+    return BucketStep(StepMode.CAPTURE, "these sizes come often")
 
 
 _WORD_BYTES = 8

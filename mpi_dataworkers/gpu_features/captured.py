@@ -21,7 +21,7 @@ import torch
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.gpu_features.arena import MOST_SIZES, Act, Packed, decide_step
+from hetstream.mpi_dataworkers.gpu_features.arena import MOST_SIZES, Packed, StepMode, decide_step
 from hetstream.mpi_dataworkers.gpu_features.corun import AHEAD, Captured, CoRun, own_memory
 from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan
 from hetstream.mpi_dataworkers.gpu_features.streams import Stream, Streams
@@ -145,9 +145,9 @@ class CapturedCoRun:
         )
         if num_seen or len(self._seen) < _MOST_KNOWN:
             self._seen[sizes] = num_seen + 1
-        if decided.act is Act.CAPTURE:
+        if decided.act is StepMode.CAPTURE:
             self._capture(form, sizes, features)
-        elif decided.act is Act.RUN and len(self._captured_sizes) == MOST_SIZES and not self._has_said_so:
+        elif decided.act is StepMode.RUN and len(self._captured_sizes) == MOST_SIZES and not self._has_said_so:
             _log.warning("hetstream: features: steps of other sizes run as they are: %s", decided.reason)
             self._has_said_so = True
         captured = self._graphs.get(form)

@@ -88,7 +88,7 @@ CPU_CORE = Device("CPU core", 1e-5, 8e9, 4e9)
 
 
 @dataclass(frozen=True)
-class Size:
+class FeatureSize:
     """What a batch has of a feature; `num_bytes` with the lengths of lists."""
 
     values: float
@@ -142,7 +142,7 @@ def length_after(operator: ops.Operator, length: float) -> float:
     return length
 
 
-def sizes_of(graph: FeatureGraph, rows: int, list_length: float) -> dict[str, Size]:
+def sizes_of(graph: FeatureGraph, rows: int, list_length: float) -> dict[str, FeatureSize]:
     """Each feature's size, by name; arguments as of `operations_of`."""
     lengths = {node.name: list_length for node in graph.inputs}
     for step in graph.order:
@@ -150,7 +150,7 @@ def sizes_of(graph: FeatureGraph, rows: int, list_length: float) -> dict[str, Si
     return {name: _size(kind, rows, lengths[name]) for name, kind in graph.types.items()}
 
 
-def _size(kind: FeatureType, rows: int, length: float) -> Size:
+def _size(kind: FeatureType, rows: int, length: float) -> FeatureSize:
     values = rows * (length if kind.is_jagged else kind.width)
     lengths = rows * _LENGTH_BYTES if kind.is_jagged else 0
-    return Size(values, values * np.dtype(kind.dtype).itemsize + lengths)
+    return FeatureSize(values, values * np.dtype(kind.dtype).itemsize + lengths)

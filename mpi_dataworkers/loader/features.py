@@ -78,7 +78,7 @@ class PartTimes:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LoaderContext:
     """What a loader knows besides its batches.
 
     Attributes:
@@ -102,7 +102,7 @@ class FeatureRecuts:
     """
 
     def __init__(
-        self, recutter: Recutter, look: Callable[[], Surroundings], clock: Callable[[], float] = time.perf_counter
+        self, recutter: Recutter, look: Callable[[], LoaderContext], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.recutter = recutter
         self._look, self._clock = look, clock
@@ -114,7 +114,7 @@ class FeatureRecuts:
     def _begin_look(self) -> None:
         self._num_steps = 0
         self._began = self._last = self._clock()
-        self._before: Surroundings | None = None
+        self._before: LoaderContext | None = None
         self._trainer_s = self._data_worker_s = self._num_rows = self._list_length = 0.0
 
     def note(self, handed: HandedOver, trainer_s: float) -> None:
@@ -148,7 +148,7 @@ class FeatureRecuts:
             )
             self._thread.start()
 
-    def _seen(self, before: Surroundings, now: float) -> Seen | None:
+    def _seen(self, before: LoaderContext, now: float) -> Seen | None:
         num, around = self._num_steps, self._look()
         wait_s, trainer_s = (around.wait_s - before.wait_s) / num, self._trainer_s / num
         num_rows = round(self._num_rows / num)
@@ -450,13 +450,13 @@ class FeatureParts:
             self._recuts = FeatureRecuts(plan.recutter, self._surroundings)
         self._tell("nothing is decided yet" if plan.recutter is not None else "as the program says")
 
-    def _surroundings(self) -> Surroundings:
+    def _surroundings(self) -> LoaderContext:
         connection = self._connection
         assert connection is not None
         wait_s, client = connection.statistics.counters.wait_s, connection.client
         if client is None:
-            return Surroundings(wait_s, self._num_local_workers, None, 0)
-        return Surroundings(wait_s, client.num_data_workers, client.wire.bytes_per_s, client.num_waiting()[0])
+            return LoaderContext(wait_s, self._num_local_workers, None, 0)
+        return LoaderContext(wait_s, client.num_data_workers, client.wire.bytes_per_s, client.num_waiting()[0])
 
     def _carry_out(self, decided: Recut) -> None:
         if decided.cut is not None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from hetstream.mpi_dataworkers.partitioner.capture import (
     CapturedForward,
     Graph,
-    Way,
+    TraceMode,
     on_both_sides,
     read,
     traced,
@@ -542,7 +542,7 @@ class Analysis:
     """
 
     traced: Graph
-    way: Way
+    way: TraceMode
     captured: CapturedForward
     graph: ForwardGraph
     verdicts: Mapping[str, Movable]
@@ -638,7 +638,7 @@ def analyse(
             if _graph_breaks() == breaks:
                 raise
             raise NotCaptured(f"{problem}: {_why_not_all(breaks)}") from problem
-    why_not_all = _why_not_all(breaks) if way is not Way.WHOLE else ""
+    why_not_all = _why_not_all(breaks) if way is not TraceMode.WHOLE else ""
     arguments = [value for value in _pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
     return analysis_of(graph, given, arguments, batch, offload, way, why_not_all)
 
@@ -650,7 +650,7 @@ def analysis_of(
     arguments: Sequence[torch.Tensor],
     batch: Sequence[Any],
     offload: Offload,
-    way: Way,
+    way: TraceMode,
     why_not_all: str,
 ) -> Analysis:
     """What of a graph may move.

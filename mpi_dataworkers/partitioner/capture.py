@@ -173,7 +173,7 @@ def _forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return module.forward(*args, **kwargs)
 
 
-class Way(enum.Enum):
+class TraceMode(enum.Enum):
     """How a forward is traced; each is tried where those before it give no graph. Older torch has not the last one."""
 
     WHOLE = "what calls the forward, with its hooks"
@@ -193,7 +193,7 @@ class Tracer:
         graphs: that were made.
     """
 
-    def __init__(self, module: torch.nn.Module, way: Way, instead: Callable[[Graph, Sequence[Any]], Any]) -> None:
+    def __init__(self, module: torch.nn.Module, way: TraceMode, instead: Callable[[Graph, Sequence[Any]], Any]) -> None:
         self._way = way
         self.graphs: list[Graph] = []
         self._module, self._instead, self._refusal = module, instead, ""
@@ -202,7 +202,7 @@ class Tracer:
         # torch.compile keeps what it makes of a function with the function's code: so each tracer has its own.
         copied = types.FunctionType(_called.__code__.replace(co_name=f"call_{id(self)}"), globals())
         self._call = functools.partial(copied, module)
-        self._code = getattr(module.forward, "__code__", None) if way is Way.FORWARD else copied.__code__
+        self._code = getattr(module.forward, "__code__", None) if way is TraceMode.FORWARD else copied.__code__
         self._forward = functools.partial(_forward, module)
         self._given: tuple[Any, Any] = (), {}
 
@@ -243,7 +243,7 @@ class Tracer:
         """
         self._only_traces, self._traced, self._refusal = True, None, ""
         try:
-            self._run(self._forward if self._way is Way.FORWARD else self._call, args, kwargs)
+            self._run(self._forward if self._way is TraceMode.FORWARD else self._call, args, kwargs)
         except _Traced:
             pass
         except Exception as error:
@@ -280,7 +280,7 @@ class Tracer:
             return self._as_written
         try:
             tensors = [value for value in _pytree.tree_leaves(self._given) if type(value) is torch.Tensor]
-            with _tracing(tensors, self._way is Way.INTO_CALLS):
+            with _tracing(tensors, self._way is TraceMode.INTO_CALLS):
                 found = self._convert(frame, entry, state)
         except Exception:
             if self._only_traces:
@@ -331,7 +331,7 @@ def _itself(value: torch.Tensor) -> torch.Tensor:
 
 def traced(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Graph, tuple[Any, ...], Way]:
+) -> tuple[Graph, tuple[Any, ...], TraceMode]:
     """The graph of a forward, or of its beginning; nothing of it runs.
 
     Returns:
@@ -342,7 +342,7 @@ def traced(
     """
     _begin()
     problems: list[str] = []
-    for way in Way:
+    for way in TraceMode:
         try:
             return *Tracer(module, way, _nothing).trace(args, kwargs), way
         except NotCaptured as problem:

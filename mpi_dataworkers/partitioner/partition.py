@@ -105,7 +105,7 @@ def is_other(rates: Rates, before: Rates) -> bool:
     return any(abs(now - then) > _SHARE_THAT_COUNTS * max(rates.step_s, before.step_s) for now, then in pairs)
 
 
-class Pace:
+class StepInterval:
     """How long steps take, from one look at the loader's counters to the next."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class Partition:
         self._rates = Rates(0.0, 0.0, 0)
         self._generation = 0
         self._num_leaves = 0
-        self._pace = Pace() if follows_rates else None
+        self._pace = StepInterval() if follows_rates else None
         self._trial: CutTrial | None = None
         self._gain, self._num_trials = 1.0, 0
         self._num_analyses = 0
@@ -312,7 +312,7 @@ class Partition:
             self.reason = self.reason if verdict.pays else verdict.reason
             _log.warning("hetstream: %s runs as it is written: %s", type(self._module).__name__, self.reason)
 
-    def _reconsider(self, pace: Pace) -> None:
+    def _reconsider(self, pace: StepInterval) -> None:
         """Decide again when the rates are other ones than those of the decision."""
         seen = pace.step_and_wait(time.monotonic(), self._connection.statistics.counters.wait_s)
         if seen is None or pace.num_changes >= _MOST_CHANGES or self.analysis is None:

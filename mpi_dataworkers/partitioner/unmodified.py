@@ -42,11 +42,11 @@ class _Calls:
     """Stands in `torch.nn.Module.__call__` as long as some loader is followed."""
 
     def __init__(self) -> None:
-        self.followers: list[Follower] = []
+        self.followers: list[BatchFollower] = []
         self._own: Any = None
         self._depth = 0
 
-    def add(self, follower: Follower) -> None:
+    def add(self, follower: BatchFollower) -> None:
         """Have it told of the outermost calls."""
         self.followers.append(follower)
         if self._own is None:
@@ -58,7 +58,7 @@ class _Calls:
 
             _Module.__call__ = __call__
 
-    def drop(self, follower: Follower) -> None:
+    def drop(self, follower: BatchFollower) -> None:
         """Tell it no more."""
         self.followers.remove(follower)
         if not self.followers:
@@ -94,7 +94,7 @@ _calls = _Calls()
 _followed: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
 
 
-class Follower:
+class BatchFollower:
     """Follows the batches of one loader to the forward in which they arrive.
 
     Args:
@@ -202,4 +202,4 @@ def follow(connection: LoaderConnection | None, offload: str, num_processes: int
         return
     if connection.on_extra is None and connection not in _followed:
         _followed.add(connection)
-        Follower(connection, Offload(offload), num_processes)
+        BatchFollower(connection, Offload(offload), num_processes)

@@ -1,9 +1,10 @@
 """Which Python a program runs, and how data workers come to run the same. Imports no torch.
 
 Data workers are started before the script activates its environment. So each process of the program that imports torch
-writes down beside the address file where it runs (`announce`); data workers that follow the program (`Follower`) read
-it, and if they run in another environment, start anew in that one (`become`). A program in a container cannot be
-followed from outside of it; there, and where the user says which Python it shall be, nobody is followed.
+writes down beside the address file where it runs (`announce`); data workers that follow the program
+(`EnvironmentWatch`) read it, and if they run in another environment, start anew in that one (`become`). A program in a
+container cannot be followed from outside of it; there, and where the user says which Python it shall be, nobody is
+followed.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def remove_announcement(directory: Path) -> None:
     (directory / _FILE).unlink(missing_ok=True)
 
 
-class Follower:
+class EnvironmentWatch:
     """Tells a data worker when to start anew in the program's Python environment.
 
     Args:

@@ -20,7 +20,7 @@ import secrets
 import socket
 import time
 
-from hetstream.base.limits import Places
+from hetstream.base.limits import ConnectionLimit
 from hetstream.base.posix import resource
 from hetstream.base.unix_sockets import peer_of
 from hetstream.mpi_dataworkers.errors import ProtocolError
@@ -238,7 +238,7 @@ class Newcomers:
 
     def __init__(self, most: int) -> None:
         self._held: dict[int, socket.socket] = {}  # by libzmq's descriptor
-        self._places: Places[int] = Places(most)
+        self._places: ConnectionLimit[int] = ConnectionLimit(most)
 
     def came(self, descriptor: int) -> None:
         """libzmq has accepted a connection. If it is closed already, `gone` follows before the next `make_room`."""

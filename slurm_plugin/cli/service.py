@@ -187,11 +187,11 @@ def _work(
 
 def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
     """Work in the Python environment of the program, whichever that turns out to be."""
-    from hetstream.mpi_dataworkers.process.interpreter import Follower
+    from hetstream.mpi_dataworkers.process.interpreter import EnvironmentWatch
     from hetstream.mpi_dataworkers.wire.address import parse_service
 
     address_file = parse_service(args.service)
-    follower = Follower(address_file, args.follow_program)
+    follower = EnvironmentWatch(address_file, args.follow_program)
     follower.wait_for_torch()
     wanted = follower.target()
     if wanted is None:

@@ -13,7 +13,7 @@ import msgspec
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import duration, printable
-from hetstream.hetjob.master.controller_state_file import Told
+from hetstream.hetjob.master.controller_state_file import JobReport
 from hetstream.slurm_plugin.cli.cluster_source import add_fresh_argument, read_cluster_or_jobs
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
@@ -106,7 +106,7 @@ def report_of(
     name: str,
     jobs: list[Job],
     snapshot: Snapshot,
-    notices: Mapping[str, Told] | None = None,
+    notices: Mapping[str, JobReport] | None = None,
     packing: Mapping[str, str] | None = None,
 ) -> Report:
     """Put the explanations into words and a table.
@@ -132,7 +132,7 @@ def report_of(
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
         if not explanation.job.is_pending and (reason := (packing or {}).get(explanation.job.label)):
             lines.append(f"packer    {reason}")
-        lines += told_lines(notices.get(explanation.job.label, Told()))
+        lines += told_lines(notices.get(explanation.job.label, JobReport()))
     blockers = [
         {"job": label, "kind": blocker.kind, "text": blocker.text, "next_step": blocker.next_step}
         for label, blocker in named
@@ -144,7 +144,7 @@ def report_of(
             **{
                 key: [*map(msgspec.structs.asdict, rows)]
                 for key, rows in zip(
-                    ("memory_warnings", "step_terms"), notices.get(explanation.job.label, Told()), strict=True
+                    ("memory_warnings", "step_terms"), notices.get(explanation.job.label, JobReport()), strict=True
                 )
             },
         }
@@ -256,7 +256,7 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
     return lines
 
 
-def told_lines(notices: Told) -> list[str]:
+def told_lines(notices: JobReport) -> list[str]:
     """What a job that runs tells of its memory and of its step."""
     lines = []
     for warning in notices.warnings:

@@ -48,7 +48,7 @@ class _Document(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Told:
+class JobMeasurements:
     """What was measured.
 
     Attributes:
@@ -60,7 +60,7 @@ class Told:
     cpu_used_s: float
 
 
-def told_by_jobstats(comment: str) -> Told | None:
+def told_by_jobstats(comment: str) -> JobMeasurements | None:
     """Read an AdminComment; None for what is not jobstats', or was too short to measure (`JS1:Short`, `JS1:None`)."""
     if not comment.startswith(_MARK):
         return None
@@ -74,7 +74,7 @@ def told_by_jobstats(comment: str) -> Told | None:
         return None
     busy = [percent for node in nodes for percent in node.gpu_utilization.values()]
     share = min(1.0, max(0.0, sum(busy) / len(busy) / 100)) if busy else None
-    return Told(share, sum(node.total_time for node in nodes))
+    return JobMeasurements(share, sum(node.total_time for node in nodes))
 
 
 SACCT_FIELDS = (

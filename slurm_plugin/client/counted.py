@@ -38,7 +38,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldResources:
     """What jobs hold, on all their nodes together; an instance of MIG counts as its share of a GPU.
 
     So does a CPU that several jobs are given: it counts once.
@@ -81,15 +81,15 @@ def memory_asked_mb(job: Job) -> int:
     return max(job.memory_mb, (job.memory_per_cpu_mb or 0) * cpus) if cpus > job.num_cpus else job.memory_mb
 
 
-def held_by(job: Job) -> Held:
+def held_by(job: Job) -> HeldResources:
     """What a job keeps others from having: nothing before it starts, and nothing as soon as it completes.
 
     One that is suspended keeps its GPUs and its memory, and gives its CPUs away (job_res_rm_job with
     JOB_RES_ACTION_SUSPEND; seen on 22.05, 24.11 and 26.05).
     """
     if not job.holds_resources:
-        return Held()
-    return Held(0 if job.state == "SUSPENDED" else job.num_cpus * job.cpu_share, job.gpus, job.memory_mb)
+        return HeldResources()
+    return HeldResources(0 if job.state == "SUSPENDED" else job.num_cpus * job.cpu_share, job.gpus, job.memory_mb)
 
 
 def whole_if_near(number: float) -> float:

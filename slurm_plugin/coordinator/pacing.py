@@ -56,7 +56,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class Pace:
+class BatchTime:
     """How long mini-batches take: the mean, and how far the mean may be off by chance alone."""
 
     mean_ns: float
@@ -138,14 +138,14 @@ class BatchHistory:
     def _judged(self) -> int:
         return max(1, min(_JUDGED, _LONG_NS // max(1, self.recent[-1].duration_ns))) if self.recent else _JUDGED
 
-    def pace_alone(self) -> Pace | None:
+    def pace_alone(self) -> BatchTime | None:
         """The pace without others; None while there is too little to judge it by."""
         durations = [batch.duration_ns for batch in self.alone]
         if len(durations) < _FEWEST or (len(durations) < _JUDGED and sum(durations) < _LONG_NS):
             return None
         return _mean(durations, _FAR * statistics.median(durations))
 
-    def cost(self) -> Pace | None:
+    def cost(self) -> BatchTime | None:
         """How much longer a mini-batch takes beside others than alone; None while nothing is known.
 
         Both parts of it are compared: the busy one, and the gap. Gaps differ by themselves, and on a GPU others do not
@@ -158,7 +158,7 @@ class BatchHistory:
         )
         gap = _difference(*([batch.gap_ns for batch in seen] for seen in (self.beside, self.alone)))
         longer_ns = gap.mean_ns if gap.mean_ns > SURE * gap.error_ns else 0.0
-        return Pace(busy.mean_ns + longer_ns, busy.error_ns)
+        return BatchTime(busy.mean_ns + longer_ns, busy.error_ns)
 
     @property
     def lasted(self) -> int:
@@ -181,12 +181,12 @@ class BatchHistory:
         return max((batch.gap_ns for batch in self.recent), default=0)
 
 
-def _mean(values: Sequence[float], most: float) -> Pace:
+def _mean(values: Sequence[float], most: float) -> BatchTime:
     values = [min(value, most) for value in values]
-    return Pace(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
+    return BatchTime(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
 
 
-def _difference(beside: Sequence[float], alone: Sequence[float]) -> Pace:
+def _difference(beside: Sequence[float], alone: Sequence[float]) -> BatchTime:
     """By how much the one mean is above the other."""
     most = _FAR * max(statistics.median(beside), statistics.median(alone))
     pairs = [[min(value, most) for value in values] for values in (beside, alone)]
@@ -194,7 +194,7 @@ def _difference(beside: Sequence[float], alone: Sequence[float]) -> Pace:
     # Few values say little of how far they are apart by chance, so both together say it.
     squares = sum((value - mean) ** 2 for values, mean in zip(pairs, means, strict=True) for value in values)
     deviation = math.sqrt(squares / (len(beside) + len(alone) - 2))
-    return Pace(means[0] - means[1], deviation * math.sqrt(1 / len(beside) + 1 / len(alone)))
+    return BatchTime(means[0] - means[1], deviation * math.sqrt(1 / len(beside) + 1 / len(alone)))
 
 
 # A guaranteed job may lose so much of its speed, at most, for others to use its gaps. What brings them less, the ends
@@ -252,7 +252,7 @@ class Pacing:
     guaranteed: str = ""
     phase: Phase = Phase.VACANT
     history: BatchHistory = field(default_factory=BatchHistory)
-    alone: Pace | None = None
+    alone: BatchTime | None = None
     gap_use: int = _FIRST_GAP_USE
     share: int = 0
     trial_at: int = 0
@@ -325,7 +325,7 @@ def measured_anew(pacing: Pacing, reason: str) -> Pacing:
     return replace(pacing, history=history, phase=Phase.MEASURING, alone=None, reason=reason)
 
 
-def _judge(pacing: Pacing, alone: Pace, cost: Pace) -> Pacing:
+def _judge(pacing: Pacing, alone: BatchTime, cost: BatchTime) -> Pacing:
     """Give others more or less of the guaranteed job's time, by what they cost it, or wait until that is clearer."""
     slowdown = cost.mean_ns * pacing.part_beside / alone.mean_ns
     by_chance = SURE * cost.error_ns * pacing.part_beside / alone.mean_ns

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hetstream.base.access import UntrustedFile
 from hetstream.base.errors import HetstreamError
-from hetstream.base.limits import Places
+from hetstream.base.limits import ConnectionLimit
 from hetstream.base.typed_json import encode
 from hetstream.base.unix_sockets import listen_at, peer_of
 from hetstream.hetjob.errors import GpuJobRefused, GpuTaken
@@ -244,7 +244,7 @@ class Coordinator:
         self._admission = admission
         self._tables: dict[int | None, bytes] = {}  # of this renewal, by who may see them; None: who may see all
         self._members: list[_Member] = []
-        self._places: Places[_Member] = Places(_MOST_PROCESSES, _MOST_OF_USER)
+        self._places: ConnectionLimit[_Member] = ConnectionLimit(_MOST_PROCESSES, _MOST_OF_USER)
         self._crowds = Crowds(_MOST_AT_ONCE, _MOST_PER_S, _CROWD_SAID_S)
         self._num_admitted = 0
         self._grants_read_s = -_GRANTS_S

@@ -32,7 +32,7 @@ def pool_partitions(snapshot: Snapshot, chosen: Collection[str] | None) -> tuple
     return tuple(sorted(names & set(chosen) if chosen is not None else names - with_gpus or names))
 
 
-class Size(NamedTuple):
+class WorkerSize(NamedTuple):
     """What one data worker has.
 
     Attributes:
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
+class FreeCpus:
     """What data workers have and could have; arrays have one value for each usable node.
 
     Attributes:
@@ -60,7 +60,7 @@ class Room:
     companions_mb: Ints
     held: int
 
-    def cpus(self, sizes: Collection[Size]) -> int:
+    def cpus(self, sizes: Collection[WorkerSize]) -> int:
         """CPUs that can be divided among jobs with data workers of these sizes; of any size, if there are none."""
         free = self.free
         least_mb = min((size.memory_mb / size.cpus for size in sizes), default=0.0)
@@ -68,13 +68,13 @@ class Room:
             free = np.minimum(free, (self.free_mb / least_mb).astype(np.int64))
         return usable_cpus(free.tolist(), {size.cpus for size in sizes}) + self.held
 
-    def num_workers(self, size: Size) -> int:
+    def num_workers(self, size: WorkerSize) -> int:
         """How many companions of this size all nodes hold, were those that are there given back."""
         each = room_on_nodes(self.free + self.companions, self.free_mb + self.companions_mb, *size)
         return int(each.sum())
 
 
-def pool_room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mapping[str, str]) -> Room:
+def pool_room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mapping[str, str]) -> FreeCpus:
     """The room in these partitions.
 
     Args:
@@ -108,7 +108,7 @@ def pool_room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mappin
         if not job.het and len(job.nodes) == 1 and job.nodes[0] in rows:
             companions[rows[job.nodes[0]]] += job.num_cpus
             companions_mb[rows[job.nodes[0]]] += job.memory_mb
-    return Room(
+    return FreeCpus(
         np.array([max(node.cpus_free, 0) for node in nodes], np.int64),
         free_memory_mb(snapshot, nodes),
         companions,
@@ -267,7 +267,9 @@ class Preference:
             settings.network_share,
         )
 
-    def nodes(self, trainer_nodes: Collection[str], size: Size, count: int, bytes_per_s: float) -> tuple[str, ...]:
+    def nodes(
+        self, trainer_nodes: Collection[str], size: WorkerSize, count: int, bytes_per_s: float
+    ) -> tuple[str, ...]:
         """One name for each data worker that finds a place.
 
         Args:

@@ -1,7 +1,7 @@
 """The jobs that report to the daemon, and what each may have. Pure; called by `server.py`; the clock is an argument.
 
 A job is known from its first report until Slurm says that it is not running any more. What it says of itself counts as
-far as Slurm bears it out (`Claim`), and a job that has been silent for long wants no more than it has. A round of
+far as Slurm bears it out (`WorkClaim`), and a job that has been silent for long wants no more than it has. A round of
 the policy follows each reading of the cluster and each report that wants something else, at most one a second. While
 Slurm does not answer, nobody is forgotten and nobody new is let in.
 """
@@ -20,8 +20,14 @@ import numpy as np
 from hetstream.hetjob.measured import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobNow, JobStatus, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
-from hetstream.slurm_plugin.daemon.nodes import Preference, Size, bytes_per_worker_s, pool_partitions, pool_room_of
-from hetstream.slurm_plugin.daemon.settings import Pace, PolicySettings, Promise, Promises, claim_s
+from hetstream.slurm_plugin.daemon.nodes import (
+    Preference,
+    WorkerSize,
+    bytes_per_worker_s,
+    pool_partitions,
+    pool_room_of,
+)
+from hetstream.slurm_plugin.daemon.settings import PolicySettings, Promise, Promises, ReportIntervals, claim_s
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.filling import speed_at
 from hetstream.slurm_plugin.policy.policies import Rules, policy_named, under_all_rules
@@ -45,7 +51,7 @@ from hetstream.slurm_plugin.policy.table import (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WorkersHeld:
     """What one job has of data workers, as Slurm says.
 
     Attributes:
@@ -61,7 +67,7 @@ class Held:
     companion_memory_mb: int = 0
 
 
-def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Collection[str]) -> dict[str, Held]:
+def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Collection[str]) -> dict[str, WorkersHeld]:
     """What each of these jobs has. A companion says itself whose it is, so it must be of the same user.
 
     Args:
@@ -69,13 +75,13 @@ def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Coll
         owners: the leaders, by number.
         partitions: whose CPUs are divided.
     """
-    found: dict[str, Held] = {}
+    found: dict[str, WorkersHeld] = {}
     for job in snapshot.jobs:
         leader = str(job.het.het_job_id) if job.het and job.het.offset else job.trainer
         owner = owners.get(leader)
         if owner is None or (job.uid, job.user) != (owner.uid, owner.user):
             continue
-        before = found.get(leader, Held())
+        before = found.get(leader, WorkersHeld())
         if job.het:
             if job.is_running and not job.count("gpu") and set(job.partitions) & set(partitions):
                 found[leader] = replace(before, component_cpus=before.component_cpus + job.num_cpus)
@@ -105,7 +111,7 @@ def companions_of_jobs(snapshot: Snapshot, owners: Mapping[str, Job]) -> dict[st
     return {leader: tuple(seen) for leader, seen in found.items()}
 
 
-class Claim(NamedTuple):
+class WorkClaim(NamedTuple):
     """What a policy is told that a job has and wants; see `JobTable`."""
 
     minimum: int
@@ -114,7 +120,7 @@ class Claim(NamedTuple):
     current: int
 
 
-def claim_of(report: ReportDemand, held: Held, is_silent: bool) -> Claim:
+def claim_of(report: ReportDemand, held: WorkersHeld, is_silent: bool) -> WorkClaim:
     """What a policy is told of a job: its report, as far as Slurm bears it out. To want much gives no right to it.
 
     Args:
@@ -128,23 +134,23 @@ def claim_of(report: ReportDemand, held: Held, is_silent: bool) -> Claim:
     minimum = min(report.minimum, held.component_cpus // cpus)
     have = minimum + held.num_companions
     if is_silent:
-        return Claim(minimum, have, cpus, have)
-    return Claim(minimum, max(minimum, report.wanted), cpus, min(report.current, have))
+        return WorkClaim(minimum, have, cpus, have)
+    return WorkClaim(minimum, max(minimum, report.wanted), cpus, min(report.current, have))
 
 
-def memory_of(report: ReportDemand, held: Held) -> int:
+def memory_of(report: ReportDemand, held: WorkersHeld) -> int:
     """Memory of one of a job's data workers in MB; 0 where neither it nor Slurm says how much that is."""
     said_mb = (report.measured.worker_memory_mb or 0) if report.measured else 0
     real_mb = -(-held.companion_memory_mb // held.num_companions) if held.num_companions else 0
     return max(said_mb, real_mb)
 
 
-def own_minimum(report: ReportDemand, held: Held) -> int:
+def own_minimum(report: ReportDemand, held: WorkersHeld) -> int:
     """Data workers of its components; telling it so takes nothing from others."""
     return min(report.minimum, held.component_cpus // report.cpus)
 
 
-def first_grant(report: ReportDemand, held: Held) -> int:
+def first_grant(report: ReportDemand, held: WorkersHeld) -> int:
     """What a job may have until the shares are divided: what it says that it has, as far as Slurm knows of it."""
     minimum = own_minimum(report, held)
     return max(minimum, min(report.current, minimum + held.num_companions))
@@ -249,7 +255,7 @@ def _padded(points: list[tuple[float, float]]) -> Curve:
 #
 # Called by the registry at each round. The clock is an argument.
 
-_NOTHING = Held()
+_NOTHING = WorkersHeld()
 
 
 class Times(NamedTuple):
@@ -265,7 +271,7 @@ class Times(NamedTuple):
 
 
 @dataclass
-class Since:
+class JobTimes:
     """What the daemon has seen of each job, and keeps for its next life.
 
     Attributes:
@@ -280,7 +286,7 @@ class Since:
     touched: set[str] = field(default_factory=set)
 
     @classmethod
-    def going_on(cls, times: Mapping[str, Times], promises: Promises, touched: set[str]) -> Since:
+    def going_on(cls, times: Mapping[str, Times], promises: Promises, touched: set[str]) -> JobTimes:
         """As an earlier life of the daemon has left it."""
         changed = {job: kept.changed_s for job, kept in times.items() if kept.changed_s is not None}
         starved = {job: kept.starved_s for job, kept in times.items() if kept.starved_s is not None}
@@ -300,8 +306,8 @@ class Since:
 
 def table_of(
     jobs: Sequence[Registered],
-    held: Mapping[str, Held],
-    since: Since,
+    held: Mapping[str, WorkersHeld],
+    since: JobTimes,
     settings: PolicySettings,
     now_s: float,
     silent_after_s: float,
@@ -386,7 +392,7 @@ def _curve(job: Registered, wanted_cpus: int, settings: PolicySettings) -> Curve
     return curve_of(measured, job.weight)
 
 
-def _note_starving(jobs: Sequence[Registered], speed: Floats, since: Since, floor: float, now_s: float) -> None:
+def _note_starving(jobs: Sequence[Registered], speed: Floats, since: JobTimes, floor: float, now_s: float) -> None:
     for job, is_starved in zip(jobs, (speed < floor).tolist(), strict=True):
         if is_starved == (job.job in since.starved):
             continue
@@ -484,7 +490,7 @@ class Registry:
         partitions: Collection[str] | None = None,
         settings: PolicySettings | None = None,
         policy: Policy | None = None,
-        pace: Pace | None = None,
+        pace: ReportIntervals | None = None,
         promises: Mapping[str, Promise] | None = None,
         times: Mapping[str, Times] | None = None,
     ) -> None:
@@ -498,14 +504,14 @@ class Registry:
         self._allocating = allocating
         self._chosen = partitions
         self._policy = policy
-        self._pace = pace or Pace()
+        self._pace = pace or ReportIntervals()
         self._snapshot: Snapshot | None = None
         self._preference: Preference | None = None
         self._leaders: dict[str, Job] = {}
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, WorkersHeld] = {}
         self._companions: dict[str, tuple[CompanionSeen, ...]] = {}
         self._weights: dict[str, float] = {}
-        self._since = Since.going_on(times or {}, Promises(promises), self.touched)
+        self._since = JobTimes.going_on(times or {}, Promises(promises), self.touched)
         self._is_due = False
         self._round_s = -self._pace.round_s
 
@@ -644,7 +650,7 @@ class Registry:
         table = table_of(jobs, self._held, self._since, settings, now_s, silent_s)
         room = pool_room_of(self._snapshot, self.partitions, {job.job: job.user for job in jobs})
         sizes = [
-            Size(cpus, memory_of(job.report, self._of(job)))
+            WorkerSize(cpus, memory_of(job.report, self._of(job)))
             for job, cpus in zip(jobs, table.cpus.tolist(), strict=True)
         ]
         # Only those of which somebody wants one.
@@ -732,7 +738,7 @@ class Registry:
         if self._preference is None:
             senders = {other.job: other.report.measured for other in self.jobs.values() if other.report.measured}
             self._preference = Preference(self._snapshot, self.partitions, self._leaders, senders, self.settings)
-        size = Size(job.report.cpus, memory_of(job.report, self._of(job)))
+        size = WorkerSize(job.report.cpus, memory_of(job.report, self._of(job)))
         return self._preference.nodes(leader.nodes, size, missing, bytes_per_worker_s(measured, size.cpus, limit))
 
     def _with_companions(self, grant: GrantLimit, job_id: str, now_s: float) -> GrantLimit:
@@ -741,8 +747,8 @@ class Registry:
         age_s = max(0.0, now_s - self._snapshot.taken_s)
         return msgspec.structs.replace(grant, companions=self._companions.get(job_id, ()), read_age_s=age_s)
 
-    def _of(self, job: Registered) -> Held:
-        return self._held.get(job.job, Held())
+    def _of(self, job: Registered) -> WorkersHeld:
+        return self._held.get(job.job, WorkersHeld())
 
 
 def _leader(job: Job) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hetstream.base.errors import ConfigError, HetstreamError
-from hetstream.base.limits import Places, Turns
+from hetstream.base.limits import ConnectionLimit, RateLimit
 from hetstream.base.unix_sockets import listen_at, peer_of
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.client import Munge, TcpAddress, UnixAddress
@@ -58,7 +58,7 @@ from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.client.model import Cluster, Job, names_of
 from hetstream.slurm_plugin.client.read import hidden_by
 from hetstream.slurm_plugin.daemon.registry import Change, Registry
-from hetstream.slurm_plugin.daemon.settings import DaemonOptions, Pace, decode_settings
+from hetstream.slurm_plugin.daemon.settings import DaemonOptions, ReportIntervals, decode_settings
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
 from hetstream.slurm_plugin.errors import PolicyError, ServeError
 from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, pack
@@ -69,7 +69,7 @@ from hetstream.slurm_plugin.policy.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ReadingAnswers:
     """The answers of one reading, encoded.
 
     Attributes:
@@ -81,7 +81,7 @@ class Offer:
     to_users: bytes
 
 
-def offer(reading: Reading) -> Offer:
+def offer(reading: Reading) -> ReadingAnswers:
     """Answer with the reading, or say why not."""
     if reading.observation is None:
         return _refusal(reading.error or "the first reading is not there yet")
@@ -92,13 +92,13 @@ def offer(reading: Reading) -> Offer:
     text = answer_text(ShowReading(packed))
     hidden = hidden_by(snapshot.config)
     if not hidden:
-        return Offer(text, text)
-    return Offer(text, answer_text(RefuseReading(f"{hidden} shows each user another part of the cluster")))
+        return ReadingAnswers(text, text)
+    return ReadingAnswers(text, answer_text(RefuseReading(f"{hidden} shows each user another part of the cluster")))
 
 
-def _refusal(reason: str) -> Offer:
+def _refusal(reason: str) -> ReadingAnswers:
     text = answer_text(RefuseReading(reason))
-    return Offer(text, text)
+    return ReadingAnswers(text, text)
 
 
 # What nodes told of their shared GPUs, kept in memory for the packer: who may tell, and who may see. Pure.
@@ -187,7 +187,7 @@ _BACKLOG = 128
 _MAX_OF_ONE = 64
 # Questions of one user (over TCP: of one host) a second; whoever asks more waits for his turn. All jobs of a site
 # together are told to report half as often, so only a flood meets it.
-_MAX_QUESTIONS_PER_S = 2 * Pace.max_reports_per_s
+_MAX_QUESTIONS_PER_S = 2 * ReportIntervals.max_reports_per_s
 # No turn is further away: where a thousand jobs of one user start at once, each is answered while it still asks.
 # With `_MAX_OF_ONE` connections the rate stays what it is, or little more.
 _LONGEST_TURN_S = 0.5
@@ -231,8 +231,8 @@ class Daemon:
         self._num_errors = 0
         self._wait_shares = self._registry.wait_shares()
         self._gpus = GpuReadings(options.gpu_reporters)
-        self._connections: Places[asyncio.Task[None]] = Places(_MAX_CONNECTIONS, _MAX_OF_ONE)
-        self._turns = Turns(_MAX_QUESTIONS_PER_S, int(_MAX_QUESTIONS_PER_S), _LONGEST_TURN_S)
+        self._connections: ConnectionLimit[asyncio.Task[None]] = ConnectionLimit(_MAX_CONNECTIONS, _MAX_OF_ONE)
+        self._turns = RateLimit(_MAX_QUESTIONS_PER_S, int(_MAX_QUESTIONS_PER_S), _LONGEST_TURN_S)
         self._num_closed = 0
         self._say_closed_at = 0.0
         self._read_now = threading.Event()
@@ -464,7 +464,7 @@ class Daemon:
             if registry.problem:
                 log.error("the last limits are kept: %s", registry.problem)
 
-    def _take(self, reading: Reading, offered: Offer) -> None:
+    def _take(self, reading: Reading, offered: ReadingAnswers) -> None:
         """Take a reading, in the event loop."""
         reach("daemon.read")
         self._reading, self._offered = reading, offered

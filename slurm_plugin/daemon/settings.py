@@ -75,7 +75,7 @@ def decode_settings(text: str | bytes) -> PolicySettings:
 
 
 @dataclass(frozen=True)
-class Pace:
+class ReportIntervals:
     """The daemon's own times.
 
     Attributes:
@@ -117,7 +117,7 @@ class DaemonOptions:
     allocating: bool
     partitions: tuple[str, ...] | None
     interval_s: float
-    pace: Pace = field(default_factory=Pace)
+    pace: ReportIntervals = field(default_factory=ReportIntervals)
     gpu_reporters: frozenset[int] = frozenset()
 
 

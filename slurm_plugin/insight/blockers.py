@@ -37,7 +37,7 @@ COMPLETING = "completing"
 _ALL = (*RESOURCES, "GRES", OTHER_USERS, COMPLETING)
 
 
-class Kept(NamedTuple):
+class ReservedLater(NamedTuple):
     """What reservations to come keep: of some nodes all, of others so many CPUs."""
 
     nodes: Mask
@@ -60,7 +60,7 @@ class Free(NamedTuple):
     num_enough: int
 
 
-class Room:
+class FeasibleNodes:
     """The nodes of a table, for one request.
 
     Args:
@@ -82,7 +82,7 @@ class Room:
     """
 
     def __init__(
-        self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: Kept | None = None
+        self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: ReservedLater | None = None
     ) -> None:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
         self.shape, self._names = shape, names
@@ -315,7 +315,7 @@ class Blocker:
     next_step: str = ""
 
 
-def out_of_use(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
+def out_of_use(room: FeasibleNodes, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
     """Nodes that could run it are out of use, or reserved, and the others are fewer than it needs."""
     asks, eligible, possible = _asks(room.shape) + together(job), count(room.eligible), count(room.possible)
     others = [f"{compress(node.name for node in out)} is out of use"] if out else []
@@ -340,7 +340,7 @@ def together(job: Job) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def too_large(least: Least, floor: Room, job: Job) -> Blocker:
+def too_large(least: Least, floor: FeasibleNodes, job: Job) -> Blocker:
     """It can never run on the nodes that it may use, be they empty, however Slurm divides it."""
     eligible, possible = count(floor.eligible), count(floor.possible)
     asks = f"{least.num_nodes} node(s) with {_asks(floor.shape)}{together(job)}"
@@ -351,7 +351,7 @@ def too_large(least: Least, floor: Room, job: Job) -> Blocker:
     return Blocker("size", text, "ask for less, or for another partition: hetstream frag")
 
 
-def lack_together(kind: str, shape: Shape, most: int | None, least: Least, floor: Room) -> Blocker:
+def lack_together(kind: str, shape: Shape, most: int | None, least: Least, floor: FeasibleNodes) -> Blocker:
     """What is short where no even share of it has room.
 
     Args:
@@ -371,7 +371,7 @@ def lack_together(kind: str, shape: Shape, most: int | None, least: Least, floor
     )
 
 
-def lack_several(room: Room, at_once: str) -> Blocker:
+def lack_several(room: FeasibleNodes, at_once: str) -> Blocker:
     """Several resources are short, and more of none alone would do: what is free of each, the scarcest first."""
     scarcest_first = sorted(room.free_in_all(), key=lambda free: free.num_enough)
     free = ", ".join(
@@ -384,7 +384,7 @@ def lack_several(room: Room, at_once: str) -> Blocker:
     )
 
 
-def _kept(room: Room) -> str:
+def _kept(room: FeasibleNodes) -> str:
     """Of the nodes that could run a job those that others have, or where jobs complete; empty if none."""
     others = f", and others have {room.num_kept} for themselves" if room.num_kept else ""
     return others + (f", and on {room.num_completing} ended jobs still complete" if room.num_completing else "")
@@ -433,7 +433,7 @@ def still_completing(nodes: Sequence[Node]) -> Blocker:
     return Blocker(COMPLETING, text, f"squeue --states=COMPLETING -w {names}")
 
 
-def at_once(job: Job, room: Room) -> str:
+def at_once(job: Job, room: FeasibleNodes) -> str:
     """On how many nodes it needs what each of them must have; empty of one."""
     shape = room.shape
     if shape.num_nodes < 2:
@@ -444,7 +444,7 @@ def at_once(job: Job, room: Room) -> str:
     return f", on {shape.num_nodes} at once{even}"
 
 
-def lack(resource: str, room: Room, at_once: str) -> Blocker:
+def lack(resource: str, room: FeasibleNodes, at_once: str) -> Blocker:
     """One resource is short on nodes that have enough of the others."""
     shape = room.shape
     beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
@@ -584,7 +584,7 @@ _REASONS = tuple((re.compile(pattern), kind, text, step) for pattern, kind, text
 
 
 @dataclass(frozen=True)
-class Told:
+class StatedReason:
     """What a reason says.
 
     Attributes:
@@ -636,7 +636,7 @@ def running_in(snapshot: Snapshot) -> Running | None:
     )
 
 
-def told_by_slurm(job: Job, running: Running | None = None) -> Told | None:
+def told_by_slurm(job: Job, running: Running | None = None) -> StatedReason | None:
     """What a pending job waits for that is no resource, in words; None if it waits for resources or its turn.
 
     Args:
@@ -646,16 +646,16 @@ def told_by_slurm(job: Job, running: Running | None = None) -> Told | None:
     if job.is_admitted:
         if job.short_licenses:  # Slurm has not looked so far, or says it at its next look
             text = f"its licenses are taken: {', '.join(job.short_licenses)}"
-            return Told("licenses", text, "scontrol show license")
+            return StatedReason("licenses", text, "scontrol show license")
         return None
     quoted_partition = shlex.quote(job.partitions[0])
     if job.barred:
         text = f"none of its partitions admits it, and Slurm has not looked so far: {job.barred}"
-        return Told("not allowed", text, f"scontrol show partition {quoted_partition}")
+        return StatedReason("not allowed", text, f"scontrol show partition {quoted_partition}")
     if job.begins_s is not None:
         begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(job.begins_s))
         step = f"scontrol update JobId={job.job_id} StartTime=now"
-        return Told("time", f"it may not begin before {begin}", step)
+        return StatedReason("time", f"it may not begin before {begin}", step)
     sentences = {
         "id": job.job_id, "array": job.array_job_id or job.job_id, "dependency": job.dependency or "another job",
         "reason": job.reason, "user": job.user, "account": job.account, "qos": job.qos,
@@ -673,5 +673,5 @@ def told_by_slurm(job: Job, running: Running | None = None) -> Told | None:
             if running and step.startswith(_ENDS) and not running.may_count_with(job, pattern.pattern):
                 shown = "; ".join(part for part in step.removeprefix(_ENDS).split("; ") if part.startswith("sacctmgr"))
                 text, step = _ALONE, f"ask for less, unless one has just ended: {shown}"
-            return Told(kind, text.format(**sentences), step.format(**quoted))
-    return Told("slurm", f"Slurm says {job.reason}", _SHOW_JOB.format(**quoted))
+            return StatedReason(kind, text.format(**sentences), step.format(**quoted))
+    return StatedReason("slurm", f"Slurm says {job.reason}", _SHOW_JOB.format(**quoted))

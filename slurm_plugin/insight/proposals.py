@@ -24,7 +24,7 @@ from hetstream.hetjob.convert.spec import gpus_per_task, tasks_per_node
 from hetstream.hetjob.elastic.step_terms import UsualLength
 from hetstream.hetjob.job.ended_job import EndedJob, load_own_summary, read_ended
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR
-from hetstream.hetjob.master.controller_state_file import Told, told_by
+from hetstream.hetjob.master.controller_state_file import JobReport, told_by
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.errors import HistoryError
 from hetstream.slurm_plugin.insight.utilisation import directory_of, may_tell
@@ -261,12 +261,12 @@ def as_directives(proposal: Proposal, given: Sequence[Directive]) -> list[Direct
 # Called by `hetstream why`. Only the directories of this user's own jobs are looked into, as in `utilisation.py`.
 
 
-def told_by_job(job: Job) -> Told:
+def told_by_job(job: Job) -> JobReport:
     """By one record of the queue; nothing also where nothing can be known."""
     if not may_tell(job):
-        return Told()
+        return JobReport()
     try:
         directory = directory_of(job)
-        return told_by(directory) if directory else Told()
+        return told_by(directory) if directory else JobReport()
     except (OSError, msgspec.MsgspecError):
-        return Told()  # it is ending, or of another release
+        return JobReport()  # it is ending, or of another release

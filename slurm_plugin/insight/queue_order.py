@@ -74,7 +74,7 @@ class Plan:
     is_told: bool
 
 
-class Turns:
+class QueueOrder:
     """The order in which Slurm looks at the jobs of one snapshot.
 
     Args:

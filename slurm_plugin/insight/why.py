@@ -23,8 +23,8 @@ from hetstream.slurm_plugin.insight.blockers import (
     NOT_LOOKED_AT,
     OTHER_USERS,
     Blocker,
-    Kept,
-    Room,
+    FeasibleNodes,
+    ReservedLater,
     at_once,
     count,
     found_none,
@@ -54,7 +54,7 @@ from hetstream.slurm_plugin.insight.node_table import (
     request_of,
     shape_of,
 )
-from hetstream.slurm_plugin.insight.queue_order import Plan, Turns
+from hetstream.slurm_plugin.insight.queue_order import Plan, QueueOrder
 
 # There is room, as far as this user may see, and Slurm may hide what else it waits for.
 HIDDEN = "hidden"
@@ -114,7 +114,7 @@ class Explainer:
         self._running = running_in(snapshot)
         self._table = self._table_of(snapshot.nodes)
         self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
-        self._turns = Turns(snapshot, self._alike)
+        self._turns = QueueOrder(snapshot, self._alike)
         self._longest_s = {partition.name: partition.max_time_s for partition in snapshot.partitions}
         self._beside_plans: dict[Hashable, bool] = {}
         self._of_plans: dict[Hashable, Mask] = {}
@@ -130,7 +130,7 @@ class Explainer:
         self._kinds: dict[Hashable, tuple[str, ...]] = {}
         self._components: dict[int, list[Job]] | None = None
         # By how many reservations begin before a job's end, and its own.
-        self._kept_nodes: dict[tuple[int, str], Kept] = {}
+        self._kept_nodes: dict[tuple[int, str], ReservedLater] = {}
         # What jobs of reservations see that are not of whole nodes, or not of these alone.
         active = [reservation for reservation in snapshot.reservations if reservation.is_active]
         self._magnetic = [reservation for reservation in active if reservation.is_magnetic]
@@ -317,7 +317,7 @@ class Explainer:
             self._kinds[key] = self._lacking_kinds(self._room_of(shape, job), job)
         return self._kinds[key]
 
-    def _lacking_kinds(self, room: Room, job: Job) -> tuple[str, ...]:
+    def _lacking_kinds(self, room: FeasibleNodes, job: Job) -> tuple[str, ...]:
         if room.is_enough(room.fits):
             return ()
         if self._in_the_way(job) and (now := self._room_of(room.shape, job, now=True)).is_enough(now.fits):
@@ -330,24 +330,24 @@ class Explainer:
             return ()
         return room.short_alone() or (room.scarcest,)
 
-    def _of_uneven_parts(self, room: Room, job: Job) -> tuple[str, ...]:
+    def _of_uneven_parts(self, room: FeasibleNodes, job: Job) -> tuple[str, ...]:
         """The same where no even share of it has room, be the nodes empty: others may, and what none can it is told."""
         least, floor = self._least(job)
-        out = Room(self._unusable, least.of_node, job, None)
+        out = FeasibleNodes(self._unusable, least.of_node, job, None)
         if not floor.is_enough(floor.possible) or floor.lacks_together(least):
             others = out.possible.any() or floor.reserved.any() or not self._not_shown.isdisjoint(job.partitions)
             return ("nodes",) if others else ("size",)
         lacking = self._short_in_parts(room, job)
-        if lacking and (room.reserved.any() or Room(self._unusable, room.shape, job, None).possible.any()):
+        if lacking and (room.reserved.any() or FeasibleNodes(self._unusable, room.shape, job, None).possible.any()):
             return ("nodes",)
         return lacking
 
-    def _least(self, job: Job, without: Sequence[Plan] = ()) -> tuple[Least, Room]:
+    def _least(self, job: Job, without: Sequence[Plan] = ()) -> tuple[Least, FeasibleNodes]:
         """What a job needs at least, and the nodes that can give it."""
         least = least_of(job, self._hardware)
         return least, self._room_of(least.of_node, job, without=without)
 
-    def _short_in_parts(self, room: Room, job: Job, without: Sequence[Plan] = ()) -> tuple[str, ...]:
+    def _short_in_parts(self, room: FeasibleNodes, job: Job, without: Sequence[Plan] = ()) -> tuple[str, ...]:
         """What is short however Slurm divides a job; nothing if it has room in some division."""
         least, floor = self._least(job, without)
         return floor.lacks_together_now(least, most_nodes_of(job, room.shape, room.is_enough(room.possible)))
@@ -385,7 +385,7 @@ class Explainer:
         known = [limit_s for limit_s in longest if limit_s is not None]
         return max(known) if known and len(known) == len(longest) else None
 
-    def _room_of(self, shape: Shape, job: Job, *, now: bool = False, without: Sequence[Plan] = ()) -> Room:
+    def _room_of(self, shape: Shape, job: Job, *, now: bool = False, without: Sequence[Plan] = ()) -> FeasibleNodes:
         """Where there is room for it.
 
         Args:
@@ -399,8 +399,12 @@ class Explainer:
         kept = self._kept(job) if self._upcoming and not now else None
         if without:
             nodes = self._kept_by(tuple(without), member.reservation)
-            kept = Kept(nodes, np.zeros_like(table.cpus)) if kept is None else Kept(nodes | kept.nodes, kept.cpus)
-        return Room(table, shape, member, self._up, kept)
+            kept = (
+                ReservedLater(nodes, np.zeros_like(table.cpus))
+                if kept is None
+                else ReservedLater(nodes | kept.nodes, kept.cpus)
+            )
+        return FeasibleNodes(table, shape, member, self._up, kept)
 
     def _has_room(self, shape: Shape, job: Job, plans: tuple[Plan, ...]) -> bool:
         """Whether there is room for a job, evenly divided or in another way, beside nodes that are kept for others."""
@@ -478,12 +482,12 @@ class Explainer:
         command = f"scontrol update JobId={job.job_id} TimeLimit={round(limit_s / 60)}"
         return f"with a limit of {duration(limit_s)} it could go first: {command}"
 
-    def _kept(self, job: Job) -> Kept:
+    def _kept(self, job: Job) -> ReservedLater:
         """What the reservations in its way keep."""
         key = self._num_before_end(job), job.reservation
         if key not in self._kept_nodes:
             found = self._in_the_way(job)
-            self._kept_nodes[key] = Kept(
+            self._kept_nodes[key] = ReservedLater(
                 self._table.named(name for reservation in found for name in reservation.nodes),
                 self._table.amounts(part for reservation in found for part in reservation.cpus),
             )
@@ -508,7 +512,7 @@ class Explainer:
             if kind == "size":
                 return fits, [too_large(*self._least(job), job)]
             if kind == "nodes":
-                out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
+                out = self._unusable.chosen(FeasibleNodes(self._unusable, shape, job, None).possible)
                 return fits, [out_of_use(room, job, out, self._table.chosen(room.reserved))]
             if kind == "reservation":
                 blockers.append(self._kept_for_later(self._room_of(shape, job, now=True), job))
@@ -534,7 +538,7 @@ class Explainer:
             blockers.append(Blocker("gang", text))
         return fits, blockers
 
-    def _kept_for_later(self, room: Room, job: Job) -> Blocker:
+    def _kept_for_later(self, room: FeasibleNodes, job: Job) -> Blocker:
         """What to say of nodes with room that are reserved before the job would end.
 
         Args:

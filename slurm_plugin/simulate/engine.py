@@ -29,7 +29,7 @@ from hetstream.slurm_plugin.simulate.running import (
     Waiting,
 )
 from hetstream.slurm_plugin.simulate.scenario import Discipline, FailureOptions, Scenario
-from hetstream.slurm_plugin.simulate.usage_log import Books, Looks, Outcome, Use
+from hetstream.slurm_plugin.simulate.usage_log import FragmentationSampler, Outcome, UsageTotals, Use
 from hetstream.slurm_plugin.simulate.worker_nodes import JobPlaces, typical_shapes
 from hetstream.slurm_plugin.simulate.workload import Cluster, Workload
 
@@ -237,7 +237,9 @@ class _Engine:
         self._find = self._nodes.find
         if scenario.placement is not None:
             self._find = JobPlaces(scenario.placement, self._nodes, expected, scenario.seed).find
-        self._looks = Looks(typical_shapes(self._nodes, expected if scenario.sample_s else ()), scenario.sample_s)
+        self._looks = FragmentationSampler(
+            typical_shapes(self._nodes, expected if scenario.sample_s else ()), scenario.sample_s
+        )
         self._start_s = np.full(size, np.nan)
         self._end_s = np.full(size, np.nan)
         self._left_s = workload.work_s.copy()
@@ -257,7 +259,7 @@ class _Engine:
         self._has_backfill = self._has_het or scenario.discipline is not Discipline.FIFO
         # In this event jobs started or left, or speeds changed; since the last cycle a job came or something came free.
         self._is_changed = self._is_faster = self._is_due = False
-        self._books = Books(self._running, self._packing)
+        self._books = UsageTotals(self._running, self._packing)
         self._num_events = self._num_job_events = self._num_done = 0
 
     def run(self, progress: Progress | None) -> Outcome:

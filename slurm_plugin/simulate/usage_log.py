@@ -125,7 +125,7 @@ class Outcome:
 _COLUMNS = 7
 
 
-class Books:
+class UsageTotals:
     """The cluster's use up to now.
 
     Args:
@@ -183,7 +183,7 @@ class Books:
 _MOST = 2000
 
 
-class Looks:
+class FragmentationSampler:
     """The looks of one run.
 
     Args:

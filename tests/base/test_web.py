@@ -17,7 +17,7 @@ from http import HTTPStatus
 import pytest
 
 from hetstream.base import web
-from hetstream.base.limits import Places
+from hetstream.base.limits import ConnectionLimit
 from hetstream.base.web import Document, WebServer
 
 
@@ -49,7 +49,7 @@ def ask(server: WebServer, path: str = "/", method: str = "GET", **headers: str)
 
 
 def test_places_go_to_those_who_take_few() -> None:
-    places: Places[int] = Places(4, 3)
+    places: ConnectionLimit[int] = ConnectionLimit(4, 3)
     for number in range(4):
         places.enter(number, "crowd")
     assert places.one_too_many() == 0
@@ -64,7 +64,7 @@ def test_places_go_to_those_who_take_few() -> None:
 
 
 def test_where_each_has_one_place_the_oldest_leaves() -> None:
-    places: Places[int] = Places(2)
+    places: ConnectionLimit[int] = ConnectionLimit(2)
     left = []
     for number in range(5):
         places.enter(number, str(number))

@@ -22,7 +22,15 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import Claim, JobIdentity, history, living_request, read_request
 from hetstream.checkpoint.errors import DirectoryInUse
-from hetstream.checkpoint.flash.ownership import Action, Asked, JobHandover, Seen, Taking, answer, decide
+from hetstream.checkpoint.flash.ownership import (
+    Action,
+    AskedHandover,
+    FoundDirectory,
+    JobHandover,
+    StartProgress,
+    answer,
+    decide,
+)
 from hetstream.checkpoint.flash.stopping import StopAgreement, steps_until_next
 from hetstream.checkpoint.memory.view import find_stores
 from hetstream.checkpoint.policy.retention import Retention
@@ -42,38 +50,40 @@ OWNER = JobIdentity("41", "node1", 1)
     ("asked", "hands_over", "reason"),
     [
         (None, False, "nobody asks"),
-        (Asked(3, "job 42", is_live=True), True, "hand-over to job 42"),
-        (Asked(3, "job 42", is_live=False), False, "job 42 asked and has died since, or gave up"),
-        (Asked(2, "job 42", is_live=True), False, "job 42 asks attempt 2, this is attempt 3"),
+        (AskedHandover(3, "job 42", is_live=True), True, "hand-over to job 42"),
+        (AskedHandover(3, "job 42", is_live=False), False, "job 42 asked and has died since, or gave up"),
+        (AskedHandover(2, "job 42", is_live=True), False, "job 42 asks attempt 2, this is attempt 3"),
     ],
 )
 def test_an_owner_stops_only_for_a_living_successor_that_means_it(
-    asked: Asked | None, hands_over: bool, reason: str
+    asked: AskedHandover | None, hands_over: bool, reason: str
 ) -> None:
     found = answer(3, asked)
     assert (found.hands_over, found.reason) == (hands_over, reason)
 
 
-SEEN = Seen("41", "job 41 on node1", 3)
+SEEN = FoundDirectory("41", "job 41 on node1", 3)
 
 
 @pytest.mark.parametrize(
     ("taking", "seen", "action"),
     [
-        (Taking(""), SEEN, Action.REFUSE),
-        (Taking("40"), SEEN, Action.REFUSE),
-        (Taking("41"), Seen(), Action.REFUSE),
-        (Taking("41"), SEEN, Action.LATER),
-        (Taking("41", is_ready=True), SEEN, Action.ASK),
-        (Taking("41", True, asked_attempt=3, waited_s=5, timeout_s=10), SEEN, Action.WAIT),
+        (StartProgress(""), SEEN, Action.REFUSE),
+        (StartProgress("40"), SEEN, Action.REFUSE),
+        (StartProgress("41"), FoundDirectory(), Action.REFUSE),
+        (StartProgress("41"), SEEN, Action.LATER),
+        (StartProgress("41", is_ready=True), SEEN, Action.ASK),
+        (StartProgress("41", True, asked_attempt=3, waited_s=5, timeout_s=10), SEEN, Action.WAIT),
         # The owner's script has started it again before it could see the request.
-        (Taking("41", True, asked_attempt=2, waited_s=5, timeout_s=10), SEEN, Action.ASK),
-        (Taking("41", True, asked_attempt=3, waited_s=10, timeout_s=10), SEEN, Action.GIVE_UP),
-        (Taking("41", True), Seen("41", "job 41", 3, other_successor="job 43"), Action.REFUSE),
-        (Taking(""), Seen(other_successor="job 43"), Action.REFUSE),
+        (StartProgress("41", True, asked_attempt=2, waited_s=5, timeout_s=10), SEEN, Action.ASK),
+        (StartProgress("41", True, asked_attempt=3, waited_s=10, timeout_s=10), SEEN, Action.GIVE_UP),
+        (StartProgress("41", True), FoundDirectory("41", "job 41", 3, other_successor="job 43"), Action.REFUSE),
+        (StartProgress(""), FoundDirectory(other_successor="job 43"), Action.REFUSE),
     ],
 )
-def test_what_a_start_does_about_a_directory_that_it_could_not_take(taking: Taking, seen: Seen, action: Action) -> None:
+def test_what_a_start_does_about_a_directory_that_it_could_not_take(
+    taking: StartProgress, seen: FoundDirectory, action: Action
+) -> None:
     decision = decide(taking, seen)
     assert decision.action is action
     assert decision.reason

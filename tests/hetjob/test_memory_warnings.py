@@ -16,7 +16,7 @@ from hetstream.hetjob.convert.spec import JobSpec
 from hetstream.hetjob.elastic.controller import ControllerState
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.job.job import CONTROLLER_STATE_FILE
-from hetstream.hetjob.master.controller_state_file import ControllerStateFile, MemoryWarning, Told, told_by
+from hetstream.hetjob.master.controller_state_file import ControllerStateFile, JobReport, MemoryWarning, told_by
 from hetstream.hetjob.master.memory import CompanionMemory, MemoryReading, MemoryWatch, Migration, TrainerMemory
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStats, LoaderStatus
 from hetstream.slurm_plugin.cli.why import report_of
@@ -201,7 +201,7 @@ def test_why_shows_the_warnings_of_a_running_job_with_lead_time_and_remedy(job: 
         "7", "the trainer runs out of memory: 51.2 of 64.0 GiB: full in 20 min", "hetstream migrate 7 --mem=96G", 2e9
     )
     companion = MemoryWarning("8", "companion 8 \x1b[31mruns out", "#HETSTREAM --data-worker-mem=9M", 2e9)
-    assert told_by_job(job) == Told()
+    assert told_by_job(job) == JobReport()
     keep(job, trainer, companion)
     found = told_by_job(job)
     assert found.warnings == (trainer, companion)
@@ -223,13 +223,13 @@ def test_why_says_nothing_where_nothing_is_kept_or_may_be_read(job: Job, tmp_pat
     path = keep(job, MemoryWarning("7", "x", "y", 1.0))
     assert told_by(path.parent).warnings
     path.write_text("{}")
-    assert told_by_job(job) == Told()
+    assert told_by_job(job) == JobReport()
     path.unlink()
     secret = tmp_path / "secret"
     secret.write_text("{}")
     path.symlink_to(secret)
-    assert told_by_job(job) == Told()
-    assert told_by_job(Job(7, "train", "me", ("gpu",), "PENDING", "", 1, 4, 1, 4, 100)) == Told()
+    assert told_by_job(job) == JobReport()
+    assert told_by_job(Job(7, "train", "me", ("gpu",), "PENDING", "", 1, 4, 1, 4, 100)) == JobReport()
 
 
 def test_only_a_job_with_checkpoints_and_a_range_may_move_by_itself() -> None:

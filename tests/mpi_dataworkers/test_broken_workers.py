@@ -16,7 +16,7 @@ from hetstream.mpi_dataworkers.dispatcher.tables import (
     Instruction,
     ReportEvent,
     Send,
-    Standing,
+    WorkerBackoff,
 )
 from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -196,7 +196,7 @@ def test_a_host_that_is_mended_is_used_again() -> None:
     del cluster.broken["broken"]
     cluster.run()
     assert cluster.state.tables.workers["w0"].work.steps > 50
-    assert cluster.state.tables.workers["w0"].standings["d"] == Standing(is_sound=True)
+    assert cluster.state.tables.workers["w0"].standings["d"] == WorkerBackoff(is_sound=True)
 
 
 @pytest.mark.parametrize("is_final", [True, False], ids=["cannot load", "samples raise"])
@@ -240,7 +240,7 @@ def test_one_attempt_means_one_on_each_of_two_hosts() -> None:
 
 
 def test_pauses_grow_and_a_step_ends_them() -> None:
-    standing = Standing()
+    standing = WorkerBackoff()
     assert standing.made_by_another(0.0) == 0.0, "one may be an accident"
     now, pauses = 0.0, []
     for _ in range(9):

@@ -28,7 +28,7 @@ from hetstream.mpi_dataworkers.process.config import (
     python_environment,
 )
 from hetstream.mpi_dataworkers.process.interpreter import (
-    Follower,
+    EnvironmentWatch,
     PythonEnvironment,
     announce,
     announced,
@@ -162,7 +162,7 @@ def test_a_program_announces_where_it_runs(address_file: Path) -> None:
     assert written.st_mode & 0o777 == 0o600
     announce(address_file)
     assert address_file.with_name("program-python.json").stat().st_ino == written.st_ino, "nothing new to say"
-    assert Follower(address_file).target() is None, "this is the Python"
+    assert EnvironmentWatch(address_file).target() is None, "this is the Python"
 
 
 def test_of_several_ranks_the_first_announces(address_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,20 +204,20 @@ def test_a_data_worker_follows_once_and_only_where_it_can(address_file: Path, ca
     here = PythonEnvironment.here()
     other = replace(here, prefix="/env", variables={"PATH": "/env/bin"}, host="gpu0")
     write(address_file, other)
-    follower = Follower(address_file)
+    follower = EnvironmentWatch(address_file)
     assert follower.target() == other
     assert follower.wants_change()
     assert follower.chosen == other
     assert not follower.wants_change(), "once a second"
-    assert Follower(address_file, other.digest).target() is None, "it was started in that one"
+    assert EnvironmentWatch(address_file, other.digest).target() is None, "it was started in that one"
 
     write(address_file, replace(other, executable="/no/such/python"))
-    assert Follower(address_file).target() is None
+    assert EnvironmentWatch(address_file).target() is None
     assert "the program on gpu0 runs /no/such/python" in caplog.text
     assert "no such program on this host" in caplog.text
     caplog.clear()
     write(address_file, replace(other, container="/images/train.sif"))
-    follower = Follower(address_file)
+    follower = EnvironmentWatch(address_file)
     assert follower.target() is None
     assert follower.target() is None
     assert caplog.text.count("it is in the container /images/train.sif") == 1
@@ -232,7 +232,7 @@ def test_a_python_without_torch_waits_for_the_programs(address_file: Path, monke
     for happens in (lambda: write(address_file, other), address_file.unlink):
         address_file.touch()
         address_file.with_name("program-python.json").unlink(missing_ok=True)
-        follower = Follower(address_file)
+        follower = EnvironmentWatch(address_file)
         waiting = threading.Thread(target=follower.wait_for_torch)
         waiting.start()
         waiting.join(0.1)
@@ -250,7 +250,7 @@ def test_a_python_without_torch_does_not_wait_for_a_service_that_never_comes(
     monkeypatch.setattr(interpreter, "LOOK_S", 0.01)
     monkeypatch.setattr(interpreter, "SERVICE_TIMEOUT_S", 0.05)
     with pytest.raises(ServiceUnavailable, match=r"address file .*address did not appear within 0\.05 s"):
-        Follower(tmp_path / "address").wait_for_torch()
+        EnvironmentWatch(tmp_path / "address").wait_for_torch()
 
 
 # --- with real processes --------------------------------------------------------------------------------------------

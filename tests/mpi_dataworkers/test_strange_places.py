@@ -18,7 +18,7 @@ from hetstream.mpi_dataworkers.ops.code_globals import Reached, is_own
 from hetstream.mpi_dataworkers.ops.pickling import digest_of
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, program_of, settings_of
 from hetstream.mpi_dataworkers.process.config import python_environment
-from hetstream.mpi_dataworkers.process.interpreter import Follower, PythonEnvironment
+from hetstream.mpi_dataworkers.process.interpreter import EnvironmentWatch, PythonEnvironment
 from hetstream.mpi_dataworkers.wire.messages import Program
 from hetstream.slurm_plugin.submit import program
 from tests.base.users import run_as
@@ -152,10 +152,10 @@ def test_a_strangers_python_is_not_followed(tmp_path: Path, monkeypatch: pytest.
     )
     wanted = replace(wanted, owners={key: [0] for key in (str(python), str(python.parent), wanted.prefix)})
     monkeypatch.setattr("hetstream.mpi_dataworkers.process.interpreter.announced", lambda _: wanted)
-    assert Follower(tmp_path / "address").target() is None
+    assert EnvironmentWatch(tmp_path / "address").target() is None
     ours = replace(wanted, owners={key: [SOMEBODY] for key in wanted.owners})
     monkeypatch.setattr("hetstream.mpi_dataworkers.process.interpreter.announced", lambda _: ours)
-    assert Follower(tmp_path / "address").target() == ours, "that of a colleague is the same on both hosts"
+    assert EnvironmentWatch(tmp_path / "address").target() == ours, "that of a colleague is the same on both hosts"
 
 
 def test_nor_are_strangers_places_on_its_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

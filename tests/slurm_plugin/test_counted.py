@@ -24,7 +24,7 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snap
 from hetstream.slurm_plugin.client.parse_text import node_states
 from hetstream.slurm_plugin.client.read import ended_on_whole_nodes, with_held_gpus
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.daemon.nodes import Size, pool_room_of
+from hetstream.slurm_plugin.daemon.nodes import WorkerSize, pool_room_of
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.observation import Reading, observe
 from hetstream.slurm_plugin.insight.utilisation import Window
@@ -216,7 +216,7 @@ def test_reserved_nodes_are_no_room_for_companions() -> None:
     free = Node("f", frozenset({"IDLE"}), ("cpu",), 16, 12, 64000, 0)
     theirs = replace(free, name="r", states=frozenset({"IDLE", "RESERVED"}), reservation="r1", cpus_allocated=0)
     snapshot = Snapshot(NOW_S, "26.05", "test", (), (free, theirs), ())
-    assert pool_room_of(snapshot, ("cpu",), {}).num_workers(Size(4, 0)) == 1
+    assert pool_room_of(snapshot, ("cpu",), {}).num_workers(WorkerSize(4, 0)) == 1
 
 
 def test_nodes_of_others_are_no_room_for_companions() -> None:
@@ -225,8 +225,8 @@ def test_nodes_of_others_are_no_room_for_companions() -> None:
     nodes = (free, replace(free, owner="eve"), replace(free, owner="1001"), replace(free, mcs_label="red"))
     hers = Job(1, "j", "eve", ("cpu",), "RUNNING", "", 1, 4, 1, 4, 0, uid=1001, mcs_label="red")
     snapshot = Snapshot(NOW_S, "26.05", "test", (hers,), nodes, ())
-    assert pool_room_of(snapshot, ("cpu",), {"1": "eve"}).num_workers(Size(4, 0)) == 4
-    assert pool_room_of(snapshot, ("cpu",), {"2": "bob"}).num_workers(Size(4, 0)) == 1
+    assert pool_room_of(snapshot, ("cpu",), {"1": "eve"}).num_workers(WorkerSize(4, 0)) == 4
+    assert pool_room_of(snapshot, ("cpu",), {"2": "bob"}).num_workers(WorkerSize(4, 0)) == 1
 
 
 def test_json_of_a_job_has_the_state_that_squeue_shows() -> None:

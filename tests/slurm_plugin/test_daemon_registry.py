@@ -14,9 +14,9 @@ import pytest
 from hetstream.hetjob.measured import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.daemon.nodes import Size, pool_partitions, pool_room_of, usable_cpus
+from hetstream.slurm_plugin.daemon.nodes import WorkerSize, pool_partitions, pool_room_of, usable_cpus
 from hetstream.slurm_plugin.daemon.registry import Registry, Times
-from hetstream.slurm_plugin.daemon.settings import Pace, PolicySettings
+from hetstream.slurm_plugin.daemon.settings import PolicySettings, ReportIntervals
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError
 from hetstream.slurm_plugin.policy.rules import MoveCost
@@ -66,7 +66,7 @@ def test_shares_follow_the_weights_and_change_at_most_once_a_second(registry: Re
     assert "until the shares are divided anew" in second.reason
     assert granted(registry, 1, 2, 201.1).limit == 2
     answer = granted(registry, 2, 2, 201.1)
-    assert (answer.limit, answer.next_s) == (6, Pace.report_s)
+    assert (answer.limit, answer.next_s) == (6, ReportIntervals.report_s)
     assert answer.reason == "6 of 8: 32 CPUs are shared by 2 job(s), its weight is 3"
     assert registry.wait_shares() == {"1": 0.5, "2": 0.5}
 
@@ -216,12 +216,12 @@ def test_many_jobs_report_less_often() -> None:
     registry.observe(snapshot(*(job(number) for number in range(1, 1001))), 100.0)
     for number in range(1, 1001):
         answer = granted(registry, number, 1, 200.0)
-    assert granted(registry, 1, 2, 300.0).next_s == 1000 / Pace.max_reports_per_s
+    assert granted(registry, 1, 2, 300.0).next_s == 1000 / ReportIntervals.max_reports_per_s
     assert answer.limit == 0
 
 
 def test_all_times_follow_its_pace() -> None:
-    registry = Registry((), allocating=True, pace=Pace(report_s=2.0, round_s=0.25, unknown_s=0.75))
+    registry = Registry((), allocating=True, pace=ReportIntervals(report_s=2.0, round_s=0.25, unknown_s=0.75))
     assert granted(registry, 1, 1, 99.0).next_s == 0.75
     registry.observe(snapshot(job(1), job(2)), 100.0)
     assert granted(registry, 1, 2, 100.1).next_s == 2.0
@@ -232,7 +232,7 @@ def test_all_times_follow_its_pace() -> None:
 @pytest.mark.parametrize(("move", "limit"), [(MoveCost(), 1), (MoveCost(0, 0, 0, 0, 0), 8)])
 def test_what_a_change_costs_follows_its_pace(move: MoveCost, limit: int) -> None:
     """There was room for one data worker, and soon after there is for all."""
-    registry = Registry((), allocating=True, pace=Pace(move=move))
+    registry = Registry((), allocating=True, pace=ReportIntervals(move=move))
     registry.observe(snapshot(job(1), companion(11, 1), cpus=0), 100.0)
     assert granted(registry, 1, 1, 101.0, current=1).limit == 1
     registry.observe(snapshot(job(1), companion(11, 1)), 105.0)
@@ -297,9 +297,9 @@ def test_memory_that_companions_hold_is_the_jobs_own_and_as_large_as_slurm_says(
     nodes = (cluster.nodes[0], replace(cluster.nodes[1], cpus_allocated=4, memory_allocated_mb=40_000))
     cluster = replace(cluster, nodes=nodes, config=MEMORY)
     room = pool_room_of(cluster, ("cpu",), {"1": "alice"})
-    assert [room.num_workers(Size(4, memory_mb)) for memory_mb in (0, 24_000, 40_000, 64_001)] == [8, 2, 1, 0]
-    assert room.cpus({Size(4, 24_000)}) == 4 + 4
-    assert room.cpus({Size(4, 25_000)}) == 4
+    assert [room.num_workers(WorkerSize(4, memory_mb)) for memory_mb in (0, 24_000, 40_000, 64_001)] == [8, 2, 1, 0]
+    assert room.cpus({WorkerSize(4, 24_000)}) == 4 + 4
+    assert room.cpus({WorkerSize(4, 25_000)}) == 4
     registry = Registry((), allocating=True)
     registry.observe(cluster, 100.0)
     answer, _ = registry.report(ALICE, msgspec.structs.replace(big_demand(1, 1), current=1), 1, 200.0)
@@ -398,12 +398,12 @@ def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:
     owners = {"1": "alice", "12": "alice"}
     assert pool_room_of(cluster, ("cpu",), owners).cpus(()) == 12 + 8 + 4
     assert pool_room_of(cluster, ("cpu",), {}).cpus(()) == 12
-    assert pool_room_of(cluster, ("cpu",), owners).cpus({Size(8)}) == 8 + 8 + 4
-    assert pool_room_of(cluster, ("cpu",), owners).cpus({Size(16)}) == 8 + 4
+    assert pool_room_of(cluster, ("cpu",), owners).cpus({WorkerSize(8)}) == 8 + 8 + 4
+    assert pool_room_of(cluster, ("cpu",), owners).cpus({WorkerSize(16)}) == 8 + 4
     # The component's CPUs come back with its job; the companion's could be another's.
     on_c0 = replace(cluster, jobs=(replace(companion, nodes=("c0",)), component))
-    assert pool_room_of(on_c0, ("cpu",), owners).num_workers(Size(10)) == 2
-    assert pool_room_of(cluster, ("cpu",), owners).num_workers(Size(10)) == 1
+    assert pool_room_of(on_c0, ("cpu",), owners).num_workers(WorkerSize(10)) == 2
+    assert pool_room_of(cluster, ("cpu",), owners).num_workers(WorkerSize(10)) == 1
 
 
 @pytest.mark.shows("a report to the daemon carries measured speeds, a grant a number, nodes and the reason")

@@ -27,7 +27,7 @@ from hetstream.slurm_plugin.cli.cluster_source import DaemonFirst
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.read import hidden_by
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.daemon.server import Offer, offer
+from hetstream.slurm_plugin.daemon.server import ReadingAnswers, offer
 from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, SOURCE, pack, unpack
 from hetstream.slurm_plugin.insight.observation import Reading, observe
 
@@ -102,9 +102,9 @@ def test_what_slurm_hides_from_users_the_daemon_does_not_show_them(
 
 
 def test_a_reading_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> None:
-    def refused(reason: str) -> Offer:
+    def refused(reason: str) -> ReadingAnswers:
         text = answer_text(RefuseReading(reason))
-        return Offer(text, text)
+        return ReadingAnswers(text, text)
 
     assert offer(Reading()) == refused("the first reading is not there yet")
     assert offer(Reading(error="slurmctld is away")) == refused("slurmctld is away")

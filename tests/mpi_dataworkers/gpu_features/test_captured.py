@@ -17,7 +17,7 @@ from benchmarks.rap_plans import PlanSize, make_plan
 from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.arena import LEAST_SEEN, MOST_SIZES, Act, decide_step, padded
+from hetstream.mpi_dataworkers.gpu_features.arena import LEAST_SEEN, MOST_SIZES, StepMode, decide_step, padded
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
 from hetstream.mpi_dataworkers.gpu_features.fused import PackedByDataWorkers
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan
@@ -245,14 +245,14 @@ def test_what_a_step_does_and_why() -> None:
     often = {"is_captured": False, "is_warm": True, "has_next": True, "num_seen": LEAST_SEEN, "size_at": -1}
     free = {"num_sizes": 0, "refusal": ""}
     for given, act, why in (
-        ({"is_captured": True, "refusal": "no"}, Act.REPLAY, "captured"),
-        ({}, Act.CAPTURE, "come often"),
-        ({"refusal": "CUDA error"}, Act.RUN, "CUDA error"),
-        ({"is_warm": False}, Act.RUN, "the first steps"),
-        ({"has_next": False}, Act.RUN, "no next batch"),
-        ({"num_seen": LEAST_SEEN - 1}, Act.RUN, "2 steps had these sizes before"),
-        ({"num_sizes": MOST_SIZES}, Act.RUN, "8 sizes are captured"),
-        ({"num_sizes": MOST_SIZES, "size_at": 3, "num_seen": 0}, Act.CAPTURE, "come often"),
+        ({"is_captured": True, "refusal": "no"}, StepMode.REPLAY, "captured"),
+        ({}, StepMode.CAPTURE, "come often"),
+        ({"refusal": "CUDA error"}, StepMode.RUN, "CUDA error"),
+        ({"is_warm": False}, StepMode.RUN, "the first steps"),
+        ({"has_next": False}, StepMode.RUN, "no next batch"),
+        ({"num_seen": LEAST_SEEN - 1}, StepMode.RUN, "2 steps had these sizes before"),
+        ({"num_sizes": MOST_SIZES}, StepMode.RUN, "8 sizes are captured"),
+        ({"num_sizes": MOST_SIZES, "size_at": 3, "num_seen": 0}, StepMode.CAPTURE, "come often"),
     ):
         decided = decide_step(**{**often, **free, **given})
         assert (decided.act, why in decided.reason) == (act, True), given

@@ -91,7 +91,7 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data_worker_cpus: CPUs of each.
         trainer_cpus: CPUs that its busiest trainer task needed besides; None if that was not measured.
         steps_per_s: of all ranks together, then.
-        wait_share: of the time in which trainers waited for data, with so many.
+        wait_share: of the time in which trainers waited for data, with these data workers.
         data_worker_mb: the most memory that one data worker had, in MB; None if that was not measured.
         limit_share: of its time limit that it ran; None if that is not known.
         gradient_s, update_s: of a step on one rank: computing gradients (and synchronising, with several ranks), and
@@ -117,7 +117,7 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def had_enough(self) -> bool:
-        """Whether its data workers were as many as it needed. Else it needs at least so many."""
+        """Whether its data workers were as many as it needed. Else it needs at least as many."""
         return self.wait_share <= ENOUGH_WAIT_SHARE
 
 

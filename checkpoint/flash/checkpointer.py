@@ -249,7 +249,7 @@ class FlashCheckpointer:
         shared: top-level keys of the state that are equal on every rank, such as "model" in data parallel training.
             One rank of each host keeps them in memory, and rank 0 on disk. A key with sharded tensors (DTensors, as
             FSDP2 makes them) may be named, too: every rank still keeps its own shards.
-        interval: how often `should_save` is true: every so many steps, or by a rule. None: as often as failures and
+        interval: how often `should_save` is true: a number of steps, or a rule. None: as often as failures and
             the cost of saves suggest.
         keep: which checkpoints stay on disk; None: the newest two.
         ranks: how ranks talk; None: by torch.distributed or Horovod, if one is initialised.

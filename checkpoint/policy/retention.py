@@ -47,7 +47,7 @@ class Retention:
 
     Attributes:
         keep_last: the newest good ones; None keeps everything.
-        keep_every: the first of every so many steps as well.
+        keep_every: the first checkpoint of each interval of this many steps as well.
         keep_best: the best as well.
     """
 

@@ -50,7 +50,7 @@ class Allocation:
     by_cpus: tuple[str, ...] = ()
 
     def holds(self, tasks: int, cpus_per_task: int, nodes: int | None, cpus: int) -> bool:
-        """Whether a step has room where each unit has so many CPUs."""
+        """Whether a step has room where each unit has this number of CPUs."""
         if self.nodes == 1 or self.units == 1:
             return tasks * cpus_per_task <= max(self.units * cpus, self.tasks)
         if self.nodes is None:  # nobody knows how units share nodes: each task must fit into its unit
@@ -59,7 +59,7 @@ class Allocation:
         return on_node * cpus_per_task <= max(self.units // self.nodes * cpus, self.tasks // self.nodes)
 
     def variables(self, cpus: int) -> dict[str, str]:
-        """Slurm's variables in the batch script where each unit has so many CPUs."""
+        """Slurm's variables in the batch script where each unit has this number of CPUs."""
         found = {"SLURM_NTASKS": self.tasks, "SLURM_NPROCS": self.tasks}
         found["SLURM_CPUS_PER_GPU" if self.unit == "cpus-per-gpu" else "SLURM_CPUS_PER_TASK"] = cpus
         if self.nodes is not None:
@@ -142,7 +142,7 @@ class _NoRoom(ValueError):
 
 
 class _JobSize(NamedTuple):
-    """What a job is with so many CPUs of each unit: the number, and the variables of its script then."""
+    """A job by the CPUs of each unit: their number, and the variables of its script then."""
 
     cpus: int
     values: Values

@@ -509,7 +509,7 @@ def _is_made_to_set_up(word: Word) -> bool:
 
 
 def _behind_options(parts: Sequence[Word], with_value: str, skipped: int) -> list[Word]:
-    """The command behind options, assignments and so many words."""
+    """The command behind options, assignments and a number of words."""
     taking = with_value.split()
     left = [*parts]
     while left:

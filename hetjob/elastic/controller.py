@@ -87,7 +87,7 @@ def demand_per_s(snapshot: Snapshot) -> float:
 
 
 def rate_of_one(snapshot: Snapshot, cpus: int) -> float:
-    """Steps per second of one data worker with so many CPUs; 0 while none was measured."""
+    """Steps per second of one data worker with this number of CPUs; 0 while none was measured."""
     measured = [companion for companion in snapshot.of(CompanionState.WORKING) if companion.rate_per_s > 0]
     same = [companion.rate_per_s for companion in measured if companion.cpus == cpus]
     if same:
@@ -184,7 +184,7 @@ class Controller:
         return self._size.probing or self._size.best
 
     def loading_term(self, num_data_workers: int) -> StepTerm:
-        """How long so many data workers take for a step's data, as far as that is known."""
+        """Time that this number of data workers takes for a step's data, as far as that is known."""
         return self._loading.term(num_data_workers)
 
     def memory(self) -> ControllerState:

@@ -145,7 +145,7 @@ class _Phase:
         self._num_others = 0
 
     def is_over(self, step_s: float) -> bool:
-        """Whether so many steps in a row are so different that another phase has begun."""
+        """Whether enough steps in a row are different enough for another phase to have begun."""
         is_other = bool(self.readings) and abs(step_s / fmean(self.readings) - 1) > _OTHER
         self._num_others = self._num_others + 1 if is_other else 0
         return self._num_others >= _OTHERS

@@ -123,7 +123,7 @@ def remote_pays(local_per_s: float, remote_per_s: float) -> bool:
 
 
 def trainer_cpus_needed(used: float) -> int:
-    """CPUs that keep the speed of a trainer that was seen to use so many."""
+    """CPUs that keep the speed of a trainer that was seen to use this number."""
     return max(1, math.ceil(used * _TRAINER_HEADROOM))
 
 
@@ -161,11 +161,11 @@ class LoadingModel:
     error: float = 0.0
 
     def per_s(self, num_data_workers: int) -> float:
-        """Steps a second that so many make."""
+        """Steps a second that this number of data workers makes."""
         return 1 / (self.shared_s + self.by_number_s / num_data_workers)
 
     def needed(self, per_s: float) -> int | None:
-        """The fewest data workers that make so many steps a second; None if no number does."""
+        """The fewest data workers that reach a rate of steps per second; None if no number does."""
         left_s = 1 / per_s - self.shared_s
         if left_s <= 0 or self.by_number_s / left_s > 1e6:
             return None
@@ -186,7 +186,7 @@ class LoadingPoints:
         self._points: dict[int, tuple[float, float]] = {}  # number -> steps a second, when
 
     def note(self, cpus: int, num_data_workers: int, per_s: float, now: float) -> None:
-        """So many data workers of so many CPUs make so many steps a second, if never idle."""
+        """Steps per second of data workers that are never idle, by their number and their CPUs."""
         if cpus != self._cpus:
             self._cpus, self._points = cpus, {}
         if num_data_workers > 0 and per_s > 0 and math.isfinite(per_s):
@@ -202,7 +202,7 @@ class LoadingPoints:
         return fitted([(number, per_s) for number, (per_s, _) in sorted(self._points.items())])
 
     def term(self, num_data_workers: int) -> StepTerm:
-        """The same for so many data workers, as a part of a step."""
+        """The same for a number of data workers, as a part of a step."""
         model = self.model()
         if model is None or num_data_workers < 1:
             seen = ", ".join(map(str, sorted(self._points))) or "none"

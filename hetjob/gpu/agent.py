@@ -136,7 +136,7 @@ class OrderChannel(Protocol):
         """Whether anybody is at the other end."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for another order, at most so long."""
+        """Wait for another order, or for the timeout."""
 
     def close(self) -> None:
         """Leave."""
@@ -150,7 +150,7 @@ class Agent:
         job_class: of the process.
         connect: makes a channel.
         clock: nanoseconds of CLOCK_MONOTONIC.
-        wait: waits for so many seconds, in the place of the channel.
+        wait: waits for a number of seconds, in the place of the channel.
         follows_forks: a forked child has an agent of its own. Without it, it has none.
         launcher: process that has started this one as a rank, such as torchrun; 0: nobody who would end it.
     """

@@ -175,8 +175,8 @@ class Allocator:
     """One process's memory.
 
     Args:
-        take: asks the GPU for so many bytes; says whether they are this process's now.
-        give: returns so many bytes to the GPU.
+        take: asks the GPU for bytes; says whether they are this process's now.
+        give: returns bytes to the GPU.
         rules: sizes of blocks and segments.
         host_capacity_bytes: memory of the host that stands in when the GPU has none.
     """

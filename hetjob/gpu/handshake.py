@@ -186,7 +186,7 @@ class Connection:
             os.close(descriptor)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the coordinator has news, at most so long; where it has gone, that long."""
+        """Wait until the coordinator has news, or for the timeout; where it has gone, for all of that."""
         if self.is_lost:
             time.sleep(timeout_s)
         elif select.select([self._connection], [], [], timeout_s)[0]:

@@ -353,7 +353,7 @@ class JobEnd:
         ask: when Slurm will end the job, in seconds since 1970; None if it does not say.
         persist_s: how long each store of this host takes to disk.
         clock: seconds since 1970.
-        wait: sleeps so many seconds; true if it was told to end meanwhile.
+        wait: sleeps a number of seconds; true if it was told to end meanwhile.
     """
 
     def __init__(

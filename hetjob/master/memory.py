@@ -160,7 +160,7 @@ class CompanionMemory:
         self._answers[tried.job_id] = "Slurm takes none with more in its place"
 
     def most_mb(self, cpus: int) -> int | None:
-        """The most memory that a companion of so many CPUs had, in MB; None if that was not measured."""
+        """The most memory that a companion with this number of CPUs had, in MB; None if that was not measured."""
         return self._most_mb.get(cpus)
 
 

@@ -514,7 +514,7 @@ class SlurmLauncher:
             elastic.stop()
 
     def worker_words(self, cpus: int) -> Sequence[str]:
-        """The command of a data worker with so many CPUs."""
+        """The command of a data worker with this number of CPUs."""
         threads = self._config.data_worker_threads
         more = ["--threads", str(threads)] if threads > 1 else []
         return [*self._worker(), "--processes", str(cpus // threads), *more]

@@ -128,7 +128,7 @@ class NodeGpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakeGpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="take_gpus"):
-    """A report counts; the next one is due after so many seconds."""
+    """A report counts; says in how many seconds the next one is due."""
 
     next_s: float
 
@@ -206,7 +206,7 @@ class AskPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     Attributes:
         job: only of this one; empty for all.
-        num_decisions: the latest so many.
+        num_decisions: how many of the latest ones.
     """
 
     job: Annotated[str, msgspec.Meta(max_length=16)] = ""

@@ -171,7 +171,7 @@ def _fields(path: Path, separator: str | None) -> dict[str, str]:
     return dict(line.split(separator, 1) for line in path.read_text().splitlines())
 
 
-# Who may stay where only so many can: connections of strangers, for one. Pure.
+# Who may stay where places are limited: connections of strangers, for one. Pure.
 
 T = TypeVar("T", bound=Hashable)
 

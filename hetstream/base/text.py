@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of so many characters at most, and how many were left out: whoever wrote it may have gone on for ever."""
+    """Shorten a text, and say how many characters were left out: its writer may have gone on for ever."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} more characters)"
 
 

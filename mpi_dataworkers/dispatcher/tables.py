@@ -414,7 +414,7 @@ class Session:
         return self.snapshots[max(before)] if (before := [at for at in self.snapshots if at <= step]) else b""
 
     def end_at(self, num_steps: int) -> None:
-        """The session turned out to have so many steps."""
+        """Note how many steps the session turned out to have."""
         self.num_steps = self.known_steps = num_steps
         self.requeued = self.missing(self.requeued)
         self.retries = set(self.missing(self.retries))

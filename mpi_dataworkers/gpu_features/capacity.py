@@ -70,7 +70,7 @@ class Probing(Protocol):
     """A device on which a model is trained and probes run.
 
     Attributes:
-        num_multiprocessors: so many programs of a probe run at once.
+        num_multiprocessors: programs of a probe that run at once.
     """
 
     num_multiprocessors: int
@@ -196,7 +196,7 @@ class _Speed:
         self.round_s = 1 / (self.rounds_per_s(most) * most)
 
     def rounds_per_s(self, num_programs: int) -> float:
-        """Rounds of each of so many programs in a second."""
+        """Rounds per second of each program, if this number of them runs."""
         if num_programs not in self._rounds_per_s:
             num_rounds, seconds = 1, 0.0
             while seconds < self._rules.calibration_s:

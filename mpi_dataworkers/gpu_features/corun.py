@@ -174,7 +174,7 @@ class Fallback:
 
         Args:
             loader: that is iterated.
-            has_room: whether the GPU has memory for so many bytes.
+            has_room: whether the GPU has memory for a number of bytes.
         """
         reason, num_bytes = self._short_of
         self._short_of = "", 0
@@ -248,7 +248,7 @@ class Interleaving:
 
     Attributes:
         trained: the batch that the loop has; -1 before the first.
-        prepared: so many batches have been taken from the loader, and their copies begun.
+        prepared: batches that have been taken from the loader, and whose copies have begun.
         launched: launches of batch `trained + 1` that are under way or done.
         due: those of them that are to be launched now: their layer has begun.
         is_wanted: whether the loop waits for batch `trained + 1`.

@@ -173,7 +173,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def has_memory(device: torch.device, num_bytes: int) -> bool:
-    """Whether a device has so many bytes: they are taken and given back."""
+    """Whether a device has this number of bytes: they are taken and given back."""
     try:
         torch.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:

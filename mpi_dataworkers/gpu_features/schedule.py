@@ -93,12 +93,12 @@ def check_graph(who: str, graph: object) -> None:
 
 
 def check_programs(name: str, value: object) -> None:
-    """Raise FeatureError where so many programs cannot be launched."""
+    """Raise FeatureError where this number of programs cannot be launched."""
     check_whole(name, value, 1, _LARGEST_GRID)
 
 
 def check_tile(tile: int) -> None:
-    """Raise FeatureError where a program cannot work on so many values."""
+    """Raise FeatureError where a program cannot work on this number of values."""
     if not isinstance(tile, int) or not 1 <= tile <= _LARGEST_TILE or tile & (tile - 1):
         raise FeatureError(f"tile={tile!r}: a power of two, at most {_LARGEST_TILE}")
 

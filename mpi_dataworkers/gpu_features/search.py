@@ -256,7 +256,7 @@ def search(
     Args:
         problem: the problem.
         seed: two searches that both end before the time limit find the same.
-        limit_s: after so many seconds it ends with what it has; 0: with the first schedules.
+        limit_s: seconds after which it ends with what it has; 0: with the first schedules.
         clock: says what time it is, in seconds.
 
     Raises:

@@ -261,7 +261,7 @@ class Canary:
         self._num_compared += 1
 
     def end(self, num_steps: int) -> None:
-        """End a pass of which so many steps were taken."""
+        """End a pass, of which a number of steps was taken."""
         self._most_steps = max(self._most_steps, num_steps)
         self._num_passes += 1
         if not self.is_kept:

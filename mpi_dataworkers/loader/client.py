@@ -121,7 +121,7 @@ class Availability:
         self._was_at_start = False  # when it last began to work locally
 
     def set_workers(self, count: int, now: float) -> None:
-        """So many data workers are there now."""
+        """Note how many data workers are there now."""
         if count == 0 and self.num_workers > 0:
             self._no_workers_since = now
         self.num_workers = count

@@ -279,7 +279,7 @@ class ComparedPass:
         return found
 
     def _is_proved_by(self, step: int) -> bool:
-        """Whether enough steps were equal with this one, or so many as the time was for."""
+        """Whether enough steps were equal with this one, or as many as there was time for."""
         has_second = step >= self._first + 2 * self._pipeline.num_workers - 1
         if self._num_to_prove <= 0 or (has_second and time.monotonic() - self._proved_since > _PROVING_S):
             self._is_unknown = False

@@ -226,7 +226,7 @@ class TrainersDevice:
     Attributes:
         compute: makes what computes a graph there, which is given what to call when a batch found no memory; None:
             torch, in host memory.
-        has_memory: whether there are so many bytes.
+        has_memory: whether there is a number of bytes.
         clock: of the device.
     """
 

@@ -76,7 +76,7 @@ class LoaderOrder(ABC):
         Args:
             epoch: of the order and of the random state of samples; each pass has another.
             at: where the pass begins.
-            num_data_workers: at least 1; where each data worker goes over all of the data, there are so many copies.
+            num_data_workers: at least 1; where each data worker goes over all of the data, the number of copies.
 
         Raises:
             StateError: the program's sampler does not give again what it gave before the position.

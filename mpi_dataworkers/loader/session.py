@@ -297,7 +297,7 @@ class LoaderSession:
         self._is_placed = True
 
     def end_at(self, num_steps: int) -> None:
-        """The session turned out to have so many steps."""
+        """Note how many steps the session turned out to have."""
         self.num_steps = min(num_steps, self.num_steps) if self.num_steps >= 0 else num_steps
 
     def lose(self, lost: StepsLost) -> None:
@@ -381,7 +381,7 @@ class LoaderSession:
         return ExtendSession(self.session_id, _pack_steps(first, steps), self.num_steps)
 
     def was_extended(self, num_steps: int) -> None:
-        """So many steps are on their way to the dispatcher: the next ones come behind them."""
+        """Note the steps that are on their way to the dispatcher: the next ones come behind them."""
         self.known_steps += num_steps
 
     def closing(self, stats: LoaderStats) -> CloseSession:

@@ -184,7 +184,7 @@ class Window:
         size: of the loader's steps.
 
     Attributes:
-        most: no more than so many, whatever there is room for.
+        most: an upper bound, whatever there is room for.
     """
 
     def __init__(self, buffer_bytes: int, min_steps: int, max_steps: int, size: StepSize) -> None:

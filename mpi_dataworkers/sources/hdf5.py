@@ -250,7 +250,7 @@ class _RunRule:
     Attributes:
         row_bytes: what reading over a row costs.
         block_rows: rows of a chunk; 0 where there are none.
-        in_block: a gap of so many rows is read over where both sides are in the same chunks.
+        in_block: rows of a gap that is read over where both sides are in the same chunks.
         in_neighbours: the same where they are in the same or neighbouring chunks, or there are none.
     """
 

@@ -68,7 +68,7 @@ def pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:
 
 
 def left_of(pieces: list[Buffer], num_sent: int) -> list[Buffer]:
-    """What is left of pieces of which so many bytes were sent."""
+    """The rest of pieces once a number of their bytes was sent."""
     for index, piece in enumerate(pieces):
         if num_sent < len(piece):
             return [memoryview(piece)[num_sent:], *pieces[index + 1 :]]

@@ -43,7 +43,7 @@ class EarlierStage(Protocol):
         """
 
     def missed(self, made_here_s: float) -> None:
-        """Nobody made the batch of a step, so it was made here, which took so long: that is as good as waiting."""
+        """Count the time of a step that was made here because nobody else had made it: as good as waiting."""
 
     def close(self) -> None:
         """Ask for no more."""

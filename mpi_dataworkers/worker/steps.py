@@ -71,7 +71,7 @@ class Gatherer:
     """What a data worker has made for one loader and not yet sent, in order.
 
     Args:
-        room: lends memory of so many bytes from which the transport sends without a copy, or None where it has none.
+        room: lends memory from which the transport sends without a copy, or None where it has none of that size.
     """
 
     def __init__(self, room: Callable[[int], memoryview | None] = lambda _: None) -> None:

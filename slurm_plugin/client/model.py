@@ -752,7 +752,7 @@ def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:
 
 
 def _times(gres: Iterable[Gres], number: int) -> tuple[Gres, ...]:
-    """What so many nodes or tasks ask for together; anybody may ask for four thousand million tasks."""
+    """What a number of nodes or tasks asks for together; anybody may ask for four thousand million tasks."""
     return tuple(Gres(resource.name, resource.type, resource.count * max(1, number)) for resource in gres)
 
 

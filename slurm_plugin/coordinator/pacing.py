@@ -171,7 +171,7 @@ class BatchHistory:
         return max((batch.peak_bytes for batch in self.recent), default=0)
 
     def gap_quantile_ns(self, part: float) -> int:
-        """A gap is shorter than this in so many of the cases."""
+        """The length that gaps stay below in this share of the cases."""
         gaps = sorted(batch.gap_ns for batch in self.recent)
         return gaps[min(len(gaps) - 1, int(part * len(gaps)))] if gaps else 0
 

@@ -75,7 +75,7 @@ class Crowds:
     Args:
         most: connections of a user at once.
         per_s: in the long run.
-        said_s: so long after a line about a user comes the next one.
+        said_s: time from a line about a user to the next one.
     """
 
     def __init__(self, most: int, per_s: float, said_s: float) -> None:

@@ -163,7 +163,7 @@ def sent_bytes_per_s(measured: Measured) -> float:
 
 
 def bytes_per_worker_s(measured: Measured, cpus: int, num_workers: int) -> float:
-    """What one of so many data workers would send: as much as it makes, but together no more than trainers take.
+    """What each of a number of data workers would send: as much as it makes, but together no more than trainers take.
 
     Args:
         measured: of the job.

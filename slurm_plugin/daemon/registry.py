@@ -320,7 +320,7 @@ def table_of(
         since: times that the table has ages of; those of starving, and what jobs have promised, are brought up to date.
         settings: of the policy.
         now_s: seconds since the epoch.
-        silent_after_s: a job without a report for so long wants what it has.
+        silent_after_s: time without a report after which a job wants what it has.
     """
     claims = [claim_of(job.report, held.get(job.job, _NOTHING), now_s - job.seen_s > silent_after_s) for job in jobs]
     curves = [_curve(job, claim.wanted * claim.cpus, settings) for job, claim in zip(jobs, claims, strict=True)]

@@ -79,7 +79,7 @@ class ReportIntervals:
     """The daemon's own times.
 
     Attributes:
-        report_s: jobs report this often, or less if there are so many that it would be more than `max_reports_per_s`.
+        report_s: interval at which jobs report; longer where all together would exceed `max_reports_per_s`.
         max_reports_per_s: of all jobs together.
         round_s: between two rounds of the policy at least.
         unknown_s: after which a job reports again that Slurm did not know when it was last read.

@@ -241,7 +241,7 @@ class Store(_StateFile):
         Args:
             users: whose jobs; None for all.
             job: of this one; empty for all.
-            limit: at most so many.
+            limit: how many at most.
 
         Raises:
             DaemonStateError: the file is damaged.

@@ -38,7 +38,7 @@ _ALL = (*RESOURCES, "GRES", OTHER_USERS, COMPLETING)
 
 
 class ReservedLater(NamedTuple):
-    """What reservations to come keep: of some nodes all, of others so many CPUs."""
+    """What reservations to come keep: all of some nodes, some CPUs of others."""
 
     nodes: Mask
     cpus: Counts

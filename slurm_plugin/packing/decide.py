@@ -250,7 +250,7 @@ def _find(nodes: list[_Room], job: WaitingJob) -> tuple[Place, float] | None:
 
 
 def _sets(shares: Mapping[int, float], count: int, spare: int) -> list[tuple[int, ...]]:
-    """Sets of so many GPUs of a node, of those that leave most and no more than `spare` others."""
+    """Sets of GPUs of a node, of those that leave most and no more than `spare` others."""
     best = sorted(shares, key=lambda index: (-shares[index], index))[: count + spare]
     return list(combinations(sorted(best), count))
 
@@ -268,7 +268,7 @@ def _rank(indices: tuple[int, ...], shares: Mapping[int, float]) -> tuple[float,
 def _nearest(
     shares: Mapping[str, float], switches: Mapping[str, tuple[str, ...]], count: int
 ) -> tuple[int, tuple[str, ...]]:
-    """The best so many nodes below one switch, as low as can be, and how many levels that is above the lowest."""
+    """The best nodes below one switch, as low as can be, and how many levels that is above the lowest."""
     depth = max(len(switches[name]) for name in shares)
     for common in range(depth, -1, -1):
         below: dict[tuple[str, ...], list[str]] = {}

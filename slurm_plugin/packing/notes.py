@@ -182,7 +182,7 @@ def wish_of(comment: str) -> GpuWish:
 
 
 def comment_with_gpus(comment: str, gpus: int) -> str:
-    """The Comment of a job that is to get so many GPUs on each node, whatever it said of that before."""
+    """The Comment of a job that is to get this number of GPUs on each node, whatever it said of that before."""
     others = [word for word in comment.split() if not word.startswith(_GPUS)]
     return comment_with(" ".join([*others, f"{_GPUS}{gpus}"]), None)
 
@@ -244,13 +244,13 @@ def took_gpus(admin_comment: str) -> int:
 
 
 def with_granted(admin_comment: str, gpus: int) -> str:
-    """An AdminComment that says that a job may have so many GPUs."""
+    """An AdminComment that says how many GPUs a job may have."""
     others = [word for word in admin_comment.split() if not word.startswith(_GRANTED)]
     return " ".join([*others, f"{_GRANTED}{gpus}"])
 
 
 def with_taken(admin_comment: str, gpus: int) -> str:
-    """An AdminComment that says that a job had so many GPUs, more than it was granted."""
+    """An AdminComment that says how many GPUs a job had, more than it was granted."""
     others = [word for word in admin_comment.split() if not word.startswith(_TOOK)]
     return " ".join([*others, f"{_TOOK}{gpus}"])
 

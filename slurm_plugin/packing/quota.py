@@ -38,7 +38,7 @@ class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         tenants: GPUs by Slurm account. A tenant that is not named has none: its jobs can only be opportunistic.
-        patience_s: a job that waits so long for quota is offered to start as an opportunistic one.
+        patience_s: wait for quota after which a job is offered to start as an opportunistic one.
         partitions: whose jobs with GPUs are guaranteed, and wait for quota. The guard holds them there.
     """
 
@@ -319,7 +319,7 @@ def _without_quota(job: QuotaJob, why: str, after_s: float, offer_s: float, now_
     Args:
         job: of it.
         why: it cannot.
-        after_s: it starts as an opportunistic job when it has waited so long, if its user lets it.
+        after_s: wait after which it starts as an opportunistic job, if its user lets it.
         offer_s: its user is told when it has, if not.
         now_s: the time.
     """

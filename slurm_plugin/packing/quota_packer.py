@@ -104,7 +104,7 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Submit so many placeholders on a node."""
+    """Submit a number of placeholders on a node."""
 
     node: str
     count: int

@@ -194,7 +194,7 @@ class PackingRules:
     busy_s: float = 30.0
 
     def delay_s(self, num_evictions: int) -> float:
-        """How long to wait after so many evictions."""
+        """How long to wait after a number of evictions."""
         doublings = min(num_evictions - 1, 20)  # no longer than the longest, and no overflow
         return min(self.longest_delay_s, self.first_delay_s * 2**doublings) if num_evictions > 0 else 0.0
 

@@ -154,7 +154,7 @@ def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
     """How many of each are taken, in this order, as far as the budget goes; what does not fit is passed over.
 
     Args:
-        counts: at most so many.
+        counts: the most of each.
         sizes: CPUs of one.
         budget: CPUs.
     """
@@ -319,7 +319,7 @@ def _one_turn(knots: Floats, levels: Floats, have: Ints, top: Ints, cpus: Ints, 
 
 
 def _water_levels(knots: Floats, levels: Floats, have: Ints, cpus: Ints, budgets: tuple[int, ...]) -> list[float]:
-    """The levels to which all can be raised with so many CPUs if data workers could be cut; -inf without any CPUs."""
+    """The levels to which these CPUs raise all if data workers could be cut; -inf without any CPUs."""
     start = np.maximum(knots[:, :-1], have[:, None])
     width = (knots[:, 1:] - start) * cpus[:, None]
     row, place = np.nonzero((width > 0) & (levels[:, 1:] > levels[:, :-1]))
@@ -358,7 +358,7 @@ def _reached(knots: Floats, levels: Floats, level: float) -> Floats:
 
 
 def _level_at(knots: Floats, levels: Floats, row: npt.NDArray[np.intp], number: Ints) -> Floats:
-    """The level of a job with so many data workers."""
+    """The level of a job with this number of data workers."""
     level: Floats = levels[row, 0].copy()
     for left in range(knots.shape[1] - 1):
         width = knots[:, left + 1] - knots[:, left]

@@ -314,7 +314,7 @@ def _taken(table: JobTable, counts: Ints, order: np.ndarray[tuple[int], np.dtype
 
 
 def _given(table: JobTable, surplus: Ints, order: np.ndarray[tuple[int], np.dtype[np.intp]], needed: int) -> Ints:
-    """Data workers that are given back, in this order, until so many CPUs are together."""
+    """Data workers that are given back, in this order, until they have a number of CPUs together."""
     given = np.zeros_like(surplus)
     counts, cpus = surplus[order], table.cpus[order]
     before = np.cumsum(counts * cpus) - counts * cpus

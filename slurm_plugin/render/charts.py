@@ -287,7 +287,7 @@ def document(title: str, body: str, footer: str = "", refresh_s: int = 0) -> str
         title: plain text.
         body: HTML.
         footer: HTML; "" for none.
-        refresh_s: the browser loads it again after so many seconds; 0 for never.
+        refresh_s: seconds after which the browser loads it again; 0 for never.
     """
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     foot = f"<footer>{footer}</footer>" if footer else ""

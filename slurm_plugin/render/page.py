@@ -84,7 +84,7 @@ def page(seen: Observation, samples: Sequence[Sample], prices: Prices | None = N
         seen: the cluster now.
         samples: its history, the oldest first, with the sample of `seen` at the end.
         prices: None if there are none: the page then says nothing of cost.
-        refresh_s: the browser loads it again after so many seconds; 0 for never.
+        refresh_s: seconds after which the browser loads it again; 0 for never.
     """
     cluster = seen.snapshot.config.get("ClusterName", "") or "cluster"
     body = "".join(
@@ -246,7 +246,7 @@ def _over_time(
 
 
 def _delay_curve(waiting: Sequence[WaitingJob]) -> str:
-    """How many of the jobs that wait for resources have waited at least so long, by cause."""
+    """How many of the jobs that wait for resources have waited at least for each time, by cause."""
     queued = [pending_job for pending_job in waiting if pending_job.job.waits_for_resources]
     if not queued:
         return nothing("No job waits for resources.")
@@ -339,7 +339,7 @@ def _gain(finding: Advice) -> tuple[object, ...]:
 
 
 def binned(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
-    """The samples in at most so many spans of equal length; empty spans are left out."""
+    """The samples in a limited number of spans of equal length; empty spans are left out."""
     if len(samples) <= most:
         return [[sample] for sample in samples]
     start_s, end_s = samples[0].taken_s, samples[-1].taken_s

@@ -125,7 +125,7 @@ class Division:
         return self.settle(nodes, now_s, rows, more)
 
     def _start(self, rows: Ints, more: Floats, wait_s: float, now_s: float) -> None:
-        """Let so many CPUs of data workers work after a while."""
+        """Let a number of CPUs of data workers work after a while."""
         if not wait_s:
             self._running.active[rows] += more
             return
@@ -200,7 +200,7 @@ class Division:
         return int(changed.sum())
 
     def _speed_with(self, rows: Ints, cpus: Floats) -> Floats:
-        """Speeds with so many CPUs of data workers, wherever they are."""
+        """Speeds with these CPUs of data workers, wherever they are."""
         running, curves = self._running, self._workload.curves
         if curves is not None:
             return curves.rows(running.job[rows]).speed_with(cpus)

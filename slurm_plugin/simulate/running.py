@@ -33,7 +33,7 @@ _MORE = 1e6  # CPUs: more than a node has, so that GPUs decide and CPUs break ti
 
 
 class Shape(NamedTuple):
-    """What a job asks for: so many units, each with its own on one node, and CPUs anywhere."""
+    """What a job asks for: units, each with its own resources on one node, and CPUs anywhere."""
 
     units: int
     gpus: float
@@ -97,7 +97,7 @@ class Nodes:
         return other
 
     def with_fewer_gpus(self, taken: Floats) -> Nodes:
-        """The same state, for plans, with so many GPUs of each node taken besides."""
+        """The same state, for plans, with more GPUs of each node taken."""
         other = self.copy()
         other.gpus -= taken
         other._rank = np.where(other.is_up, other.gpus * _MORE + other.cpus, np.inf)
@@ -130,7 +130,7 @@ class Nodes:
         return self.placed(shape, nodes, counts)
 
     def placed(self, shape: Shape, nodes: Ints, counts: Ints) -> StartPlace | None:
-        """The placement with so many units on these nodes; None if there are not the CPUs that it has anywhere."""
+        """The placement by units on each of these nodes; None if the CPUs that it has anywhere are not there."""
         if not shape.extra_cpus:
             return StartPlace(nodes, counts, _NOWHERE, _NOTHING)
         return self._with_extra(nodes, counts, shape.cpus, shape.extra_cpus)

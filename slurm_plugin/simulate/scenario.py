@@ -58,7 +58,7 @@ class QueueOptions:
         aging: seconds of work that a second of waiting weighs up, in a queue with the shortest first.
         interval_s: of backfill (Slurm's bf_interval); 0: at every event.
         max_job_test: jobs that one cycle looks at (bf_max_job_test).
-        limit_factor: time limits are so many times the true run times, where the workload knows no limit.
+        limit_factor: time limits by true run times, where the workload knows no limit.
         submit_s: from a submission until the scheduler looks at the job for the first time.
         free_s: from the end of a job until others can start on what it held.
     """
@@ -78,7 +78,7 @@ class WorkerOptions:
 
     Attributes:
         cpus: of one data worker.
-        round_s: the policy is asked again after so long at most when something has changed; 0: at once.
+        round_s: longest time until the policy is asked again when something has changed; 0: at once.
         start_s: from the decision to the first batch.
         take_back_s: that a data worker takes to leave before its CPUs go to another one.
         fallback: a job whose own nodes have all the CPUs that it wants works without data workers' overhead.

@@ -266,7 +266,7 @@ def _num_remote(places: Mapping[int, int], trainers: Sequence[int], num_nodes: i
 
 
 def _asked(shape: Shape, units: int) -> places.Shape:
-    """What so many units ask of one node."""
+    """What a number of units asks of one node."""
     cpus = math.ceil(units * shape.cpus * places.WHOLE - _ROUNDING)
     return places.Shape(cpus, math.ceil(units * shape.memory_gib * _MB_PER_GIB - _ROUNDING), int(units * shape.gpus))
 

@@ -57,7 +57,7 @@ class Curves:
         return Curves(self.cpus[places], self.speed[places])
 
     def speed_with(self, cpus: Floats) -> Floats:
-        """The speed of each job with so many CPUs of data workers."""
+        """The speed of each job with these CPUs of data workers."""
         return along(self.cpus, self.speed, cpus)
 
 

@@ -153,7 +153,7 @@ OPTIONAL = {
     "hetstream.checkpoint.replica": (
         "checkpoint/replica/",
         "checkpoint/flash/ownership.py",
-        "checkpoint/persist/writer.py",
+        "checkpoint/persist/store_writer.py",
     ),
 }
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 900, 60, 8

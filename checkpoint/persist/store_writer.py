@@ -1,7 +1,7 @@
 """A checkpoint writer's work on one store: bring its generations to disk.
 
 Called by the loop of `writer.py`. `PersistDecision` says what to write; `commit.py` writes and commits it, and the
-trainer is told in the store's `status.json`. What else is done for a store is its companion's.
+trainer is told in the store's `status.json`. `replica/` has copies on other hosts.
 Never changes a generation, and never waits for another rank.
 """
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -28,7 +27,7 @@ from hetstream.checkpoint.disk.safetensors import FilePlan, plan_part
 from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedSegment, DirectoryReplaced, reach
 from hetstream.checkpoint.memory.segment import Segment, split_metadata
 from hetstream.checkpoint.memory.slots import MappedSlots
-from hetstream.checkpoint.memory.store_files import SlotContent, StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.store_files import SlotContent, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView
 from hetstream.checkpoint.record.layout import Generation, from_json
 from hetstream.checkpoint.record.structure import Record
@@ -104,21 +103,6 @@ _REPORT_S = 5.0
 _QUIET_S = 2.0
 
 
-class Companion(Protocol):
-    """What else a checkpoint writer does for a store, beside its way to disk."""
-
-    def advance(self) -> None:
-        """Do what there is to do, and wait for nobody."""
-
-    def close(self) -> None:
-        """End it, and let go of the store."""
-
-
-# Of the store's files and the checkpoint directory. What it is given last is told the generation that another host
-# keeps now, or why it does not.
-MakeCompanion = Callable[[StoreFiles, Path, Callable[[Generation | None, str], None]], Companion]
-
-
 class StoreWriter:
     """The checkpoint writer of one store.
 
@@ -126,17 +110,17 @@ class StoreWriter:
         view: the store; this is its only checkpoint writer.
         directory: of the checkpoints.
         is_ending: whether this process is about to end.
-        make_companion: what else is done for it.
 
     Attributes:
         is_waiting: something in memory is not committed: look again soon.
         since_s: when it last got on, or a living trainer could still help.
-        companion: what else is done for the store.
+        replicas: sends and keeps copies of other hosts, as the trainer wants.
     """
 
-    def __init__(
-        self, view: StoreView, directory: Path, is_ending: Callable[[], bool], make_companion: MakeCompanion
-    ) -> None:
+    def __init__(self, view: StoreView, directory: Path, is_ending: Callable[[], bool]) -> None:
+        # Here, as trainers import this to start a checkpoint writer, and do not talk with other hosts.
+        from hetstream.checkpoint.replica.service import ReplicaServing
+
         self.view = view
         self.directory = directory
         self._is_ending = is_ending
@@ -159,7 +143,7 @@ class StoreWriter:
         self._said_of_latest = ""
         self._said_s = 0.0
         self._report()
-        self.companion = make_companion(view.files, directory, self._report_replica)
+        self.replicas = ReplicaServing(view.files, directory, self._report_replica)
 
     def __str__(self) -> str:
         return f"rank={self.rank} directory={self.directory}"
@@ -211,7 +195,7 @@ class StoreWriter:
 
     def let_go(self) -> None:
         """The store is about to go, or to be left: end all transfers, and unmap it."""
-        self.companion.close()
+        self.replicas.close()
         self.unmap()
 
     def unmap(self) -> None:

@@ -28,27 +28,9 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.config import environment_of_writer
 from hetstream.checkpoint.errors import StoreInUse, WriterError, reach
-from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, StoreFiles, list_stores, stores_prefix
+from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, list_stores, stores_prefix
 from hetstream.checkpoint.memory.view import StoreView
-from hetstream.checkpoint.persist.store_writer import Companion, StoreWriter
-from hetstream.checkpoint.record.layout import Generation
-
-# What is plugged into a checkpoint writer: the only place on its side that knows `replica/`.
-
-
-def companion_of(files: StoreFiles, directory: Path, report: Callable[[Generation | None, str], None]) -> Companion:
-    """What else is done for a store.
-
-    Args:
-        files: of the store.
-        directory: of the checkpoints.
-        report: told the generation that another host keeps now, or why it does not. Called in a thread, too.
-    """
-    # Here, as trainers import this to start a checkpoint writer, and do not talk with other hosts.
-    from hetstream.checkpoint.replica.service import ReplicaServing
-
-    return ReplicaServing(files, directory, report)
-
+from hetstream.checkpoint.persist.store_writer import StoreWriter
 
 _log = logging.getLogger(__name__)
 
@@ -204,7 +186,7 @@ class Writer:
             if not directory.is_absolute():
                 raise WriterError(f"{path} does not say what its checkpoint directory is: --directory")
             view.fileno()
-            self._stores[path] = StoreWriter(view, directory, lambda: self._stopping or self._is_asked, companion_of)
+            self._stores[path] = StoreWriter(view, directory, lambda: self._stopping or self._is_asked)
         except BaseException:
             view.close()
             raise
@@ -221,7 +203,7 @@ class Writer:
         ended = view.closed or not view.trainer_alive()
         if not ended and not self._stopping:
             store.since_s = time.monotonic()
-        store.companion.advance()
+        store.replicas.advance()
         while store.advance(last_chance=ended or self._stopping):
             pass
         if len(self._stores) > 1:

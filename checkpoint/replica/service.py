@@ -417,7 +417,7 @@ _SERVING_RETRY_S = 5.0
 
 
 class ReplicaServing:
-    """For one store; plugged into its checkpoint writer as its `Companion`.
+    """For one store, of its checkpoint writer.
 
     Args:
         files: of the store.

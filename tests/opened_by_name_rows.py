@@ -231,9 +231,7 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/coordinator/admission.py": "GrantedJobs._grant GrantedJobs.is_reserved",
     },
     "socket": {
-        "hetjob/gpu/handshake.py": "ask",
-        "hetjob/site/client.py": "_connected",
-        "hetstream/base/unix_sockets.py": "listen_at*4",
+        "hetstream/base/unix_sockets.py": "connect_to listen_at*4",
         "slurm_plugin/coordinator/server.py": "Coordinator._close",
         "slurm_plugin/daemon/server.py": "Daemon._listen Daemon.run",
     },

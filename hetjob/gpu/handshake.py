@@ -12,7 +12,6 @@ import fcntl
 import os
 import select
 import socket
-import struct
 import time
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +20,7 @@ import msgspec
 
 from hetstream.base.text import printable, shortened
 from hetstream.base.typed_json import decode, encode
-from hetstream.base.unix_sockets import stranger_at
+from hetstream.base.unix_sockets import StrangerListens, connect_to
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.config import reach
 from hetstream.hetjob.gpu.orders import VERSION, JobClass, Order, Page, Statistics, Work
@@ -34,7 +33,6 @@ UPGRADED = b"^"
 OTHER_WORK = b"w"
 # A coordinator that is there answers within milliseconds.
 _ANSWER_S = 2.0
-_TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -226,16 +224,20 @@ def ask(
     Raises:
         GpuCoordinatorError, GpuJobRefused: as `Connection`.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptors: list[int] = []
     try:
-        # Where many connect, the kernel has each wait for its turn (unix(7)). With a timeout of Python's it would say
-        # at once that there is no room.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(_ANSWER_S), 0))
-        connection.connect(path)
+        connection = connect_to(Path(path), socket.SOCK_SEQPACKET, _ANSWER_S, [coordinator_uid])
+    except StrangerListens as error:
+        # Whoever makes the pages can end their readers, and say when they run: not anybody may.
+        raise GpuCoordinatorError(
+            f"{error} listens at {path}, and the coordinator of GPUs would be root's, or of the user that "
+            "HETSTREAM_GPU_COORDINATOR_UID names: it is not asked"
+        ) from error
+    except OSError as error:
+        raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
+    try:
         connection.settimeout(_ANSWER_S)
         reach("agent.connected")
-        _check_user(path, connection, coordinator_uid)
         connection.send(message)
         reach("agent.introduced")
         text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, num_descriptors, socket.MSG_CMSG_CLOEXEC)
@@ -248,16 +250,6 @@ def ask(
         if isinstance(error, OSError):
             raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
         raise
-
-
-def _check_user(path: str, connection: socket.socket, coordinator_uid: int | None) -> None:
-    """Whoever makes the pages can end their readers, and say when they run: not anybody may."""
-    uid = stranger_at(Path(path), connection, [coordinator_uid])
-    if uid is not None:
-        raise GpuCoordinatorError(
-            f"user {uid} listens at {path}, and the coordinator of GPUs would be root's, or of the user that "
-            "HETSTREAM_GPU_COORDINATOR_UID names: it is not asked"
-        )
 
 
 def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> CoordinatorAnswer:

@@ -13,7 +13,6 @@ import random
 import re
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -25,7 +24,7 @@ from types import TracebackType
 import msgspec
 
 from hetstream.base.errors import ConfigError, HetstreamError
-from hetstream.base.unix_sockets import stranger_at
+from hetstream.base.unix_sockets import StrangerListens, connect_to
 from hetstream.hetjob.errors import SiteClosed, SiteError
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.hetjob.site.messages import (
@@ -243,10 +242,6 @@ def ask(settings: SiteSettings, question: Question, limit_s: float = DEFAULT_LIM
         raise SiteError(f"{address} does not answer: {error.strerror or error}") from error
 
 
-# struct timeval: seconds, microseconds.
-_TIMEVAL = struct.Struct("@ll")
-
-
 @dataclass(frozen=True)
 class _Deadline:
     at_s: float
@@ -261,23 +256,13 @@ class _Deadline:
 def _connected(address: UnixAddress | TcpAddress, deadline: _Deadline) -> socket.socket:
     if isinstance(address, TcpAddress):
         return socket.create_connection((address.host, address.port), deadline.left_s())
-    connection = socket.socket(socket.AF_UNIX)
     try:
-        # Where many connect, the kernel has each wait for its turn (unix(7)); a timeout of Python's would be told at
-        # once that there is no room.
-        left_us = max(1, int(deadline.left_s() * 1e6))  # 0 would be no limit
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(left_us, 10**6)))
-        connection.connect(str(address.path))
-        uid = stranger_at(address.path, connection)
-        if uid is not None:
-            raise SiteError(
-                f"user {uid} listens at {address}, who is neither root nor user {os.geteuid()}, nor has root given "
-                f"{address.path.parent} to him alone: he is not asked"
-            )
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return connect_to(address.path, socket.SOCK_STREAM, deadline.left_s())
+    except StrangerListens as error:
+        raise SiteError(
+            f"{error} listens at {address}, who is neither root nor user {os.geteuid()}, nor has root given "
+            f"{address.path.parent} to him alone: he is not asked"
+        ) from error
 
 
 def _read(connection: socket.socket, count: int, deadline: _Deadline) -> bytes:

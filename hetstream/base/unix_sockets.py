@@ -19,6 +19,7 @@ from hetstream.base.access import SafeWalk, UntrustedFile, others_can_write, uns
 
 # struct ucred: pid, uid, gid (unix(7)).
 _CREDENTIALS = struct.Struct("3i")
+_TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -66,6 +67,40 @@ def listen_at(path: Path, kind: socket.SocketKind, mode: int, backlog: int) -> s
         listener.close()
         raise
     return listener
+
+
+class StrangerListens(Exception):
+    """Somebody listens at a service's socket as whom it would not run; the text says who."""
+
+
+def connect_to(
+    path: Path, kind: socket.SocketKind, timeout_s: float, services: Collection[int | None] = ()
+) -> socket.socket:
+    """Connect to a service; see `stranger_at` for who may be one.
+
+    Args:
+        path: of its socket.
+        kind: of the connection.
+        timeout_s: at most; sending has the same timeout then.
+        services: more users that it may run as.
+
+    Raises:
+        StrangerListens: it is another user's.
+        OSError: nobody listens, or not in time.
+    """
+    connection = socket.socket(socket.AF_UNIX, kind)
+    try:
+        # Where many connect, the kernel has each wait for its turn (unix(7)). With a timeout of Python's it would say
+        # at once that there is no room. 0 would be no limit.
+        limit = _TIMEVAL.pack(*divmod(max(1, int(timeout_s * 1e6)), 10**6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.connect(str(path))
+        if (uid := stranger_at(path, connection, services)) is not None:
+            raise StrangerListens(f"user {uid}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def stranger_at(path: Path, connection: socket.socket, services: Collection[int | None] = ()) -> int | None:

@@ -86,7 +86,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/master/elastic.py": "TrainerCpus._seconds",
         "hetjob/convert/step_command.py": "main",
         "hetjob/job/processes.py": "-",
-        "hetstream/base/access.py": "Way.__init__ _uid_without_number*2",
+        "hetstream/base/access.py": "SafeWalk.__init__ _uid_without_number*2",
         "hetstream/base/limits.py": "_data_bytes _fields _groups*2 _left_in*2",
         "hetstream/base/process.py": "is_of_step",
         "mpi_dataworkers/process/children.py": "_state_of adopt_orphans begin_child go_first going_first*2",
@@ -162,7 +162,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/ops/process_memory.py": "_mapping_of*2",
         "mpi_dataworkers/ops/program.py": "_source_of enter_program",
         "mpi_dataworkers/sources/tables.py": (
-            "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows"
+            "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows _opened"
         ),
         "mpi_dataworkers/sources/hdf5.py": "_open",
         "mpi_dataworkers/sources/images.py": "ImageFolder._refuse_empty_classes _images decode",
@@ -177,7 +177,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "descriptor": {
         "checkpoint/flash/source.py": "_open_shared",
-        "checkpoint/flash/candidates.py": "Trial._prepare*2",
+        "checkpoint/flash/candidates.py": "RestoreTrial._prepare*2",
         "checkpoint/persist/store_writer.py": "StoreWriter.advance",
         "hetjob/gpu/orders.py": "make_orders make_work",
         "hetstream/base/files.py": "Directory.names Directory.open Directory.read",

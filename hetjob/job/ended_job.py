@@ -99,7 +99,9 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     )
     replaced = summary.get("data_workers_replaced", 0)
     renewed = summary.get("data_workers_renewed", 0)
-    processes = f"{summary.get('data_workers_seen', 0) - replaced - renewed} data worker process(es)"
+    # Those that left before their first step, to start anew in the program's Python, are none that a user would count.
+    used = summary.get("data_workers_used") or summary.get("data_workers_seen", 0)
+    processes = f"{max(0, used - replaced - renewed)} data worker process(es)"
     if replaced:
         processes += f", {replaced} more in the place of some that died"
     processes += _companions(summary)

@@ -4,7 +4,7 @@ A job with a stage on GPUs has two, one for the data workers of each stage; they
 
 Once a second it asks the dispatcher what goes on, and Slurm only when companions are on their way. Slurm's commands may
 take seconds when slurmctld is busy, which is why this is no part of the job master's loop. What it decides is in the
-log, in the service's events, in `hetstream top` and in the summary. No decision is made here.
+log, in the service's events, in `hetstream job` and in the summary. No decision is made here.
 """
 
 from __future__ import annotations

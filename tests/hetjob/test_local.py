@@ -163,6 +163,8 @@ def test_the_summary_says_what_was_and_no_more() -> None:
     alone = summary_line({"loaders": loaders, "data_workers_seen": 5, "data_workers_replaced": 3})
     assert "5 steps, 0 samples, all of them made in the trainer, trainer waited 0% of the time" in alone
     assert alone.endswith("2 data worker process(es), 3 more in the place of some that died")
+    anew = summary_line({"loaders": loaders, "data_workers_seen": 8, "data_workers_used": 4})
+    assert anew.endswith(" 4 data worker process(es)"), "four left before a step, for the program's Python"
 
 
 def test_the_summary_says_what_a_moved_forward_costs() -> None:

@@ -23,6 +23,7 @@ EPILOG = """\
 The program's exit code is passed on (128 + N when signal N ended it), and so are its signals.
 
 examples:
+  hetstream run python train.py
   hetstream run --data-workers 2 python train.py --epochs 3
   hetstream run --data-workers 2 --offload auto python train.py
   hetstream run --data-workers 8 --explain python train.py    what --offload could move; its prints go to stderr
@@ -36,13 +37,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "Run a program whose torch DataLoader streams from data workers on this host. The program needs no change."
     )
     parser.epilog = EPILOG
-    parser.usage = "%(prog)s --data-workers N [options] [--] PROGRAM [ARGUMENTS]"
+    parser.usage = "%(prog)s [--data-workers N] [options] [--] PROGRAM [ARGUMENTS]"
     parser.add_argument(
         "--data-workers",
-        type=int,
-        required=True,
+        type=_count,
         metavar="N",
-        help="how many; with 0 the program makes the same batches itself",
+        help="how many; with 0 the program makes the same batches itself (default: auto, as many as pay, which a "
+        "controller finds out while the program runs)",
     )
     parser.add_argument(
         "--worker-processes", type=int, default=1, metavar="N", help="processes of each data worker (default 1)"
@@ -76,6 +77,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _count(text: str) -> int | None:
+    """A number, or None for auto."""
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, or auto") from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the program and return its exit code."""
     if args.json and not args.json.parent.is_dir():
@@ -88,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     config = LocalConfig(
         program=own_program(),
         command=tuple(command),
-        data_workers=args.data_workers,
+        data_workers=args.data_workers or 0,
+        most_data_workers=len(os.sched_getaffinity(0)) if args.data_workers is None else 0,
         worker_processes=args.worker_processes,
         worker_threads=args.worker_threads,
         show_logs=args.verbose,
@@ -100,9 +110,9 @@ def run(args: argparse.Namespace) -> int:
         _print_commands(config, hook_environment)
         return 0
     if not args.verbose:
-        logging.getLogger("hetjob").setLevel(logging.WARNING)  # the terminal belongs to the program
+        logging.getLogger("hetstream").setLevel(logging.WARNING)  # the terminal belongs to the program
     result = run_local(config, os.environ, hook_environment)
-    if config.data_workers:
+    if config.data_workers or config.most_data_workers:
         print(f"hetstream: {summary_line(result.summary)}", file=sys.stderr)
         advice = next_try(result.summary, config.data_workers, len(os.sched_getaffinity(0)))
         if advice:
@@ -115,10 +125,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_commands(config: LocalConfig, hook_environment: Callable[[str | None], dict[str, str]]) -> None:
     directory = Path("/tmp/hetstream-XXXXXXXX")
-    if config.data_workers:
+    has_service = config.data_workers > 0 or config.most_data_workers > 0
+    if has_service:
         print(shlex.join(config.dispatcher_words(directory)))
     for _ in range(config.data_workers):
         print(shlex.join(config.data_worker_words(directory)))
-    service = f"file:{directory / 'address'}" if config.data_workers else None
+    if config.most_data_workers:
+        print(f"# up to {config.most_data_workers} times, as many as pay:")
+        print(shlex.join(config.data_worker_words(directory)))
+    service = f"file:{directory / 'address'}" if has_service else None
     variables = hook_environment(service)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *config.command]))

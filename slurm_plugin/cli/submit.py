@@ -232,10 +232,8 @@ def _convert(
         proposed: by past jobs; None where they were not asked.
     """
     try:
-        return convert_script(body, name, options, os.environ, client, own_program(), proposed or ())
+        return convert_script(body, name, options, os.environ, client, own_program(), proposed)
     except DataWorkersMissing as error:
-        if proposed is None:
-            raise
         return Conversion(body, None, (f"{error}. Past jobs propose none: {name} stays as it is",))
     except NoSuchNode as error:
         sizes = [option for option in proposed or () if option.name in ("data-worker-cpus", "data-worker-mem")]

@@ -94,7 +94,7 @@ def convert_script(
     environ: Mapping[str, str],
     client: SlurmClient,
     program: Sequence[str],
-    proposed: Sequence[Directive] = (),
+    proposed: Sequence[Directive] | None = None,
 ) -> Conversion:
     """Convert one script, or leave it alone when nothing asks for data workers.
 
@@ -105,14 +105,16 @@ def convert_script(
         environ: the environment that sbatch will run in.
         client: asked for the cluster's partitions; a cluster that does not answer is left to sbatch.
         program: how the job calls hetstream.
-        proposed: directives that hold where neither the script nor the command line says otherwise.
+        proposed: directives of past jobs that hold where neither the script nor the command line says otherwise; None
+            where past jobs were not asked.
 
     Raises:
         UsageError: directives, options or Slurm limits; see `hetstream.hetjob.errors`.
     """
     text = body.decode(errors="surrogateescape")
     directives = [*read_directives(text, name), *from_command_line(command_line)]
-    spec = read_spec([*proposed, *_class_of_environment(directives, environ), *directives], name)
+    directives = [*(proposed or ()), *_class_of_environment(directives, environ), *directives]
+    spec = read_spec(directives, name, counts_from_history=proposed is not None)
     notes = _notes_on_lines(text, name)
     if spec is None:
         return Conversion(body, None, notes)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hetstream.slurm_plugin.client import parse_json, parse_text, values
+from hetstream.slurm_plugin.client import parse_json, parse_text, slurm_units
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.insight.advise import advise
 from hetstream.slurm_plugin.insight.fragmentation import measure
@@ -112,8 +112,8 @@ def large_queue(num_nodes: int, num_jobs: int, num_shapes: int) -> Snapshot:
     nodes = tuple(
         Node(
             f"node{number}", frozenset({"MIXED"}), ("gpu",) if number % 2 else ("cpu",), 128, draw.randrange(129),
-            1_000_000, draw.randrange(1_000_000), values.parse_gres("gpu:h100:8" if number % 2 else ""),
-            values.parse_gres(f"gpu:h100:{draw.randrange(1, 9)}" if number % 2 else ""), cpu_load=3.0,
+            1_000_000, draw.randrange(1_000_000), slurm_units.parse_gres("gpu:h100:8" if number % 2 else ""),
+            slurm_units.parse_gres(f"gpu:h100:{draw.randrange(1, 9)}" if number % 2 else ""), cpu_load=3.0,
         )
         for number in range(num_nodes)
     )  # fmt: skip
@@ -127,7 +127,7 @@ def large_queue(num_nodes: int, num_jobs: int, num_shapes: int) -> Snapshot:
         jobs.append(
             Job(
                 number + 1, "train", f"user{number % 300}", ("gpu",) if gpus else ("cpu",), "PENDING", "Priority",
-                1, cpus, 1, cpus, memory_mb, gres_per_node=values.parse_gres(f"gpu:{gpus}" if gpus else ""),
+                1, cpus, 1, cpus, memory_mb, gres_per_node=slurm_units.parse_gres(f"gpu:{gpus}" if gpus else ""),
                 submit_s=draw.random() * 1e5, priority=draw.randrange(1_000_000),
             )
         )  # fmt: skip
@@ -140,12 +140,12 @@ def cpu_s(act: Callable[[], object], repeats: int) -> float:
     found = []
     for _ in range(repeats):
         for cached in (
-            values.parse_gres,
-            values.expand,
-            values.seconds,
-            values.moment,
-            values.megabytes,
-            values.tres,
+            slurm_units.parse_gres,
+            slurm_units.expand,
+            slurm_units.seconds,
+            slurm_units.moment,
+            slurm_units.megabytes,
+            slurm_units.tres,
         ):
             cached.cache_clear()
         before = time.process_time()

@@ -78,7 +78,7 @@ class PartitionLimits:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterLimits:
     """What a plan is checked against.
 
     Attributes:
@@ -106,7 +106,7 @@ class Cluster:
         return [limits for limits in found if limits is not None] if all(found) else []
 
 
-UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)
+UNKNOWN_CLUSTER = ClusterLimits(frozenset(), None, None)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class SiteLimit(Protocol):
 class SlurmClient(Protocol):
     """The Slurm commands that jobs need. Every method raises `SlurmCommandError` when the command fails."""
 
-    def cluster(self, name: str = "") -> Cluster:
+    def cluster(self, name: str = "") -> ClusterLimits:
         """Partitions and scheduler of a cluster; without a name of the one that the environment names."""
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:

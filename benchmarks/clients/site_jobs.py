@@ -1,7 +1,7 @@
 """The job masters of many jobs in one process, as far as site daemon and slurmctld can tell.
 
 Each job reports to the daemon by the `SiteLink` of a real job master. Those whose companions wait in the queue ask
-Slurm about them when a job master would, by its own rules (`Looks`, and what the daemon has read) and its own
+Slurm about them when a job master would, by its own rules (`PollBackoff`, and what the daemon has read) and its own
 command. Prints how often, at the end.
 """
 
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from hetstream.hetjob.master.elastic import READ_WITHIN_S, Looks
+from hetstream.hetjob.master.elastic import READ_WITHIN_S, PollBackoff
 from hetstream.hetjob.ports import JobDemand
 from hetstream.hetjob.site.client import SiteLink, read_settings
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -25,9 +25,9 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 WAITED_S = (60, 3600)
 
 
-def looks_after(waited_s: int, now: float) -> Looks:
+def looks_after(waited_s: int, now: float) -> PollBackoff:
     """What a job master remembers that has waited for its companions for so long, looking once a second."""
-    looks = Looks()
+    looks = PollBackoff()
     for second in range(waited_s):
         looks.is_due("pending", False, now - waited_s + second)
     return looks

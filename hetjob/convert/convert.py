@@ -57,9 +57,9 @@ from hetstream.hetjob.convert.sbatch_options import (
     words_of,
 )
 from hetstream.hetjob.convert.spec import JobSpec
-from hetstream.hetjob.convert.step_demand import Surroundings
+from hetstream.hetjob.convert.step_demand import SubmitContext
 from hetstream.hetjob.errors import ConversionError
-from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster
+from hetstream.hetjob.ports import UNKNOWN_CLUSTER, ClusterLimits
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 
@@ -156,8 +156,8 @@ def convert(
     name: str,
     *,
     command_line: Sequence[SbatchOption] = (),
-    cluster: Cluster = UNKNOWN_CLUSTER,
-    surroundings: Surroundings | None = None,
+    cluster: ClusterLimits = UNKNOWN_CLUSTER,
+    surroundings: SubmitContext | None = None,
 ) -> HetPlan:
     """Convert one script.
 
@@ -225,7 +225,7 @@ def _of_component_and_job(
     return (*plain_words(of_trainer), *words_of(overrides)), tuple(plain_words(of_job))
 
 
-def _partition(spec: JobSpec, name: str, cluster: Cluster) -> str:
+def _partition(spec: JobSpec, name: str, cluster: ClusterLimits) -> str:
     """Where the data workers are to run."""
     partition = spec.data_worker_partition or cluster.default_partition
     if partition is None:
@@ -236,7 +236,7 @@ def _partition(spec: JobSpec, name: str, cluster: Cluster) -> str:
     return partition
 
 
-def check_cluster(spec: JobSpec, cluster: Cluster) -> None:
+def check_cluster(spec: JobSpec, cluster: ClusterLimits) -> None:
     """Compare a wish with the cluster it is going to.
 
     Raises:
@@ -304,7 +304,7 @@ def _interpreter(first_line: str) -> str | None:
     return names[0] if names else None
 
 
-def _trainer_partition(options: SbatchOptions, cluster: Cluster) -> TrainerPartition:
+def _trainer_partition(options: SbatchOptions, cluster: ClusterLimits) -> TrainerPartition:
     """Of several partitions the smallest limit of memory, the largest default, and a setting that one of them has.
 
     And the most threads of a core: nobody knows where the job will run.
@@ -323,7 +323,7 @@ def _trainer_partition(options: SbatchOptions, cluster: Cluster) -> TrainerParti
     )
 
 
-def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:
+def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: ClusterLimits, name: str) -> None:
     """Refuse data workers that no node, or not all nodes together, could hold; features are left to Slurm."""
     limits = cluster.limits_of(partition)
     nodes = [node for limit in limits for node in limit.nodes]
@@ -345,7 +345,7 @@ def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster:
 
 
 def _longest_s(
-    spec: JobSpec, options: SbatchOptions, partitions: str, cluster: Cluster, name: str
+    spec: JobSpec, options: SbatchOptions, partitions: str, cluster: ClusterLimits, name: str
 ) -> float | None:  # fmt: skip
     """How long a companion in a hole may run at the most; None where nothing limits it.
 
@@ -375,7 +375,7 @@ def _writer_options(spec: JobSpec) -> tuple[str, ...]:
 
 
 def _master_options(
-    spec: JobSpec, partition: str, options: SbatchOptions, longest_s: float | None, cluster: Cluster
+    spec: JobSpec, partition: str, options: SbatchOptions, longest_s: float | None, cluster: ClusterLimits
 ) -> list[str]:
     worker = [*worker_options(spec, partition), *memory_per_cpu(spec, worker_megabytes(spec, options))]
     gpu_worker = gpu_companion_options(spec, options, cluster.default_partition)

@@ -19,7 +19,7 @@ from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 
 # Lines of a batch script that sbatch reads options from, taken to pieces as sbatch does it. Pure; no option is judged.
 #
-# Called by `directives.py` and `convert.py`. Where sbatch's rules differ from a shell's, sbatch's hold: a backslash
+# Called by `convert.py`, too. Where sbatch's rules differ from a shell's, sbatch's hold: a backslash
 # escapes also within quotes, one at the end of a line counts for nothing, an empty word ends its line, and the words of
 # all lines are one command line, so that a value may stand on the line after its option.
 #
@@ -30,7 +30,7 @@ BLANKS = " \t\n\v\f\r"
 # A word of a command has no more (MAX_ARG_STRLEN of Linux).
 _MAX_LINE = 128 << 10
 _MAGIC = ("#SBATCH", "#SLURM")
-# Of another batch system. sbatch translates the lines of one, wherever they stand, and gives up after so many others.
+# Of another batch system. sbatch translates the lines of one, wherever they stand, and gives up after this many others.
 _FOREIGN = ("#BSUB", "#PBS")
 _MOST_FOREIGN_COMMANDS = 100
 _COMPONENT = re.compile(rf"[{BLANKS}]*(?:het|pack)job(?=[{BLANKS}]|$)", re.IGNORECASE)

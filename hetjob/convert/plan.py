@@ -31,9 +31,9 @@ from hetstream.hetjob.convert.spec import (
     tasks_and_nodes,
     tasks_per_node,
 )
-from hetstream.hetjob.convert.step_demand import Allocation, Surroundings, least_cpus
+from hetstream.hetjob.convert.step_demand import Allocation, SubmitContext, least_cpus
 from hetstream.hetjob.errors import ConversionError
-from hetstream.hetjob.ports import Cluster
+from hetstream.hetjob.ports import ClusterLimits
 from hetstream.hetjob.site.site_file import site_value
 
 
@@ -359,7 +359,7 @@ def trainer_overrides(
     options: SbatchOptions,
     partition: TrainerPartition,
     foreign: int | None = None,
-    surroundings: Surroundings | None = None,
+    surroundings: SubmitContext | None = None,
 ) -> tuple[list[SbatchOption], list[Change]]:
     """What component 0 gets instead of what the script asks for, with the reasons.
 
@@ -375,7 +375,7 @@ def trainer_overrides(
     why = _why_unchanged(spec, options, asked, foreign, partition.alone)
     if asked is None or why:
         return [], [Change("trainer: CPUs unchanged", why)]
-    kept, why = _kept_for_steps(spec, script, options, asked, surroundings or Surroundings())
+    kept, why = _kept_for_steps(spec, script, options, asked, surroundings or SubmitContext())
     max_mb_per_cpu, default_mb_per_cpu = partition.max_mb_per_cpu, partition.default_mb_per_cpu
     is_default = not options.has("mem", "mem-per-cpu", "mem-per-gpu")
     per_cpu = (default_mb_per_cpu if is_default else megabytes(options.value("mem-per-cpu") or "")) or 0.0
@@ -440,7 +440,7 @@ def _kept_for_task(spec: JobSpec, options: SbatchOptions) -> tuple[int, str]:
 
 
 def _kept_for_steps(
-    spec: JobSpec, script: str, options: SbatchOptions, asked: _Asked, surroundings: Surroundings
+    spec: JobSpec, script: str, options: SbatchOptions, asked: _Asked, surroundings: SubmitContext
 ) -> tuple[int, str]:
     """How many CPUs a task or GPU keeps, so that the steps of the script have room, and why."""
     kept, why = _kept_for_task(spec, options)
@@ -558,7 +558,7 @@ def data_worker_component(
     spec: JobSpec,
     options: SbatchOptions,
     partition: str,
-    cluster: Cluster,
+    cluster: ClusterLimits,
     foreign: int | None,
 ) -> tuple[list[Component], list[Change]]:
     """Component 1, if there is one, and what is said about the data workers.
@@ -623,7 +623,7 @@ def _other_changes(spec: JobSpec) -> list[Change]:
     return changes
 
 
-def _kept_apart(options: SbatchOptions, cluster: Cluster, foreign: int | None) -> tuple[list[str], list[Change]]:
+def _kept_apart(options: SbatchOptions, cluster: ClusterLimits, foreign: int | None) -> tuple[list[str], list[Change]]:
     """Options of component 1 that undo what sbatch carries there from the trainer and is not for data workers."""
     arguments: list[str] = []
     changes: list[Change] = []

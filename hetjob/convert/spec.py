@@ -214,7 +214,7 @@ class JobSpec:
         gpu_data_worker_mem: memory of each as Slurm writes sizes, or None.
         gpu_data_worker_partition: Slurm partition, or None for the trainer's.
         job_class: `guaranteed` or `opportunistic`; None: as its partition or QOS says.
-        opportunistic_after: so long it waits for quota before it starts as an opportunistic job, as Slurm writes times.
+        opportunistic_after: wait for quota after which it starts as an opportunistic job, as Slurm writes times.
     """
 
     data_workers_min: int = 0

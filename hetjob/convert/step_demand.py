@@ -79,7 +79,7 @@ def _no_file(path: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SubmitContext:
     """What there is around a script when it is submitted.
 
     Attributes:
@@ -92,7 +92,7 @@ class Surroundings:
 
 
 def least_cpus(
-    script: str, allocation: Allocation, kept: int, asked: int, surroundings: Surroundings
+    script: str, allocation: Allocation, kept: int, asked: int, surroundings: SubmitContext
 ) -> tuple[int | None, str]:  # fmt: skip
     """The fewest CPUs of each unit, from `kept` on, with which all steps of a script have room.
 

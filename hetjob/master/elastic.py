@@ -36,7 +36,7 @@ from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit, SlurmClient
 from hetstream.mpi_dataworkers.dispatcher.client import StageLoad, load_of
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status, SteerDataWorkers
 
-# How fast data workers are and how many CPUs trainers use, from one look to the next. Called by `elastic.py`.
+# How fast data workers are and how many CPUs trainers use, from one look to the next.
 
 # A process that was idle for nearly all of the last seconds says little of how fast it is: what it was before counts.
 _LEAST_BUSY_SHARE = 0.02
@@ -100,7 +100,7 @@ _SOONEST_S, _LATEST_S = 2.0, 600.0
 _SHARE = 0.5
 
 
-class Looks:
+class PollBackoff:
     """Remembers when Slurm was asked, also in vain, and what had changed by then."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _STOPPED_WITHIN_S = 20.0
-# A companion that waits so long for the node that would be best is submitted again for any node.
+# Wait for the best node, after which a companion is submitted again for any node.
 _PREFER_S = 30.0
 # Older readings of the site daemon do not stand for what Slurm would say: it reads once a minute.
 READ_WITHIN_S = 300.0
@@ -234,7 +234,7 @@ class Elastic:
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._given_up: set[str] = set()
-        self._looks = Looks()
+        self._looks = PollBackoff()
         self._trainer = TrainerCpus()
         self._rates = WorkerRates()
         self._memory = CompanionMemory(companions.mb_per_cpu)
@@ -641,7 +641,7 @@ def elastic_of_gpu_stage(
         cooldown_s: from one change to the next at the least.
         client: Slurm.
         job: this job.
-        worker_words: the command of a data worker with so many CPUs.
+        worker_words: gives the command of a data worker with a number of CPUs.
         connect: to the dispatcher.
         end_s: when the job ends at the latest, in seconds since the epoch; None where that is not known.
     """

@@ -581,7 +581,7 @@ class LoaderConnection:
         return Delivered.made_here(self.pinned(made.batch), made)
 
     def make_apart(self, apart: StepsApart, order: Order, step: int, seeds: PassSeeds) -> Delivered:
-        """The same in a child of this process, of `steps_apart`: the step may end who makes it."""
+        """The same in a child of this process, of `isolated_steps`: the step may end who makes it."""
         indices = order.indices(step)
         if indices is None:
             raise IndexError(step)

@@ -41,7 +41,7 @@ from hetstream.slurm_plugin.client.model import (
 )
 from hetstream.slurm_plugin.client.read import knows_held_cpus, without_types
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.insight.advise import Advice, advise, would_start
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
 from hetstream.slurm_plugin.insight.node_table import Shape, gres_words

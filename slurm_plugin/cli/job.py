@@ -44,7 +44,7 @@ from hetstream.slurm_plugin.client.job_use import JobUse, of_queue, recorded, wi
 from hetstream.slurm_plugin.client.model import Job, Snapshot, is_own
 from hetstream.slurm_plugin.client.read import CommandReader
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import local_time
+from hetstream.slurm_plugin.client.slurm_units import local_time
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.het_job import find_jobs
 from hetstream.slurm_plugin.insight.last_reading import SOURCE

@@ -15,7 +15,7 @@ from hetstream.slurm_plugin.cli.screen import add_wide_argument, say, wants_colo
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot, names_of
 from hetstream.slurm_plugin.client.read import sees_everything
-from hetstream.slurm_plugin.client.values import expand
+from hetstream.slurm_plugin.client.slurm_units import expand
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.render.tables import Report, as_csv, as_json, as_table
 

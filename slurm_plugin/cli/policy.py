@@ -37,7 +37,7 @@ fair     all jobs at the same share of their greatest speed (GoldMiner's Fair)
 maxtp    the greatest sum of speeds (GoldMiner's MaxTP)
 srtf     the least remaining CPU work first (GoldMiner's SRTF)
 dlrover  gain for its cost, times a weight for jobs that end soon (DLRover-RM's weighted selection)
-stretch  hetstream's own: as srtf, but narrow jobs and those with GPUs come forward while nobody is later by it
+stretch  hetstream's own: as srtf, but narrow jobs and those with GPUs start earlier where that delays nobody
 
 All but share believe what jobs measure of themselves. Under each of them no job goes below its minimum or, as far as
 the CPUs go, below --floor of its greatest speed; a move must pay for what it costs; and the caps hold. A daemon that

@@ -19,7 +19,7 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, 
 from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
 from hetstream.slurm_plugin.client.model import REVOKED, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.blockers import NOT_LOOKED_AT, Blocker, memory_words
 from hetstream.slurm_plugin.insight.het_job import explain_together, find_jobs

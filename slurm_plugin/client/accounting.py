@@ -26,7 +26,7 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot, gpu_share, 
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, job_format, new_separators, parse_rows
 from hetstream.slurm_plugin.client.read import gpus_by_type, plain_environ, untyped_share
 from hetstream.slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
-from hetstream.slurm_plugin.client.values import expand, local_time, moment, parse_gres, text_or_empty, tres
+from hetstream.slurm_plugin.client.slurm_units import expand, local_time, moment, parse_gres, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # What jobstats has written into a job's AdminComment: how busy its GPUs were, and its CPU time. Pure; reads only.

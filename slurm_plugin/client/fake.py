@@ -16,7 +16,7 @@ from signal import SIGTERM
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.job.processes import start_child
-from hetstream.hetjob.ports import Child, Cluster, MarkedJob
+from hetstream.hetjob.ports import Child, ClusterLimits, MarkedJob
 from hetstream.slurm_plugin.client.accounting import Usage, from_queue
 from hetstream.slurm_plugin.client.model import Snapshot
 
@@ -43,7 +43,9 @@ class FakeSlurm:
 
     directory: Path
     environ: Mapping[str, str]
-    facts: Cluster = field(default_factory=lambda: Cluster(frozenset({"cpu", "gpu"}), "gpu", "sched/backfill"))
+    facts: ClusterLimits = field(
+        default_factory=lambda: ClusterLimits(frozenset({"cpu", "gpu"}), "gpu", "sched/backfill")
+    )
     addresses: Mapping[str, str] = field(default_factory=lambda: {"gpu0": "127.0.0.1"})
     refuse: set[str] = field(default_factory=set)
     calls: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
@@ -55,7 +57,7 @@ class FakeSlurm:
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
     seen: Snapshot = field(default_factory=lambda: Snapshot(0.0, "22.05.8", "fake", (), (), ()))
 
-    def cluster(self, name: str = "") -> Cluster:
+    def cluster(self, name: str = "") -> ClusterLimits:
         """The facts it was made with."""
         self._record("cluster", "sinfo", [name] if name else [])
         return self.facts

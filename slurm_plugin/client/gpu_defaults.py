@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hetstream.slurm_plugin.client.model import Job, Node, Partition
 from hetstream.slurm_plugin.client.parse_text import job_default
-from hetstream.slurm_plugin.client.values import whole
+from hetstream.slurm_plugin.client.slurm_units import whole
 
 # The cluster's DefMemPerGPU then gives way to a partition's own DefMemPerCPU or DefMemPerNode, and counts in what a job
 # asks for from the beginning (_set_gpu_defaults in select/cons_tres, job_get_tres_mem in src/slurmctld/job_mgr.c).

@@ -16,7 +16,7 @@ from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.client.parse_text import new_separators
 from hetstream.slurm_plugin.client.read import plain_environ
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.client.values import megabytes, tres
+from hetstream.slurm_plugin.client.slurm_units import megabytes, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # The name stands last, and may have any characters.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from hetstream.slurm_plugin.client.model import CUT, Gres, Job, Node
-from hetstream.slurm_plugin.client.values import known_gres
+from hetstream.slurm_plugin.client.slurm_units import known_gres
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

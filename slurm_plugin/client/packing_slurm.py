@@ -13,7 +13,7 @@ from hetstream.slurm_plugin.client.model import Gres, Snapshot
 from hetstream.slurm_plugin.client.read import parse_held, plain_environ
 from hetstream.slurm_plugin.client.run import Failure, failure_of, run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import expand, parse_gres, text_or_empty
+from hetstream.slurm_plugin.client.slurm_units import expand, parse_gres, text_or_empty
 
 _NODE_GRES = re.compile(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)")
 _ENDED = ("FAILED", "COMPLETED")

@@ -29,7 +29,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     readable,
     requested_gpus,
 )
-from hetstream.slurm_plugin.client.values import expand, megabytes, tres
+from hetstream.slurm_plugin.client.slurm_units import expand, megabytes, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # One word for a state that has several, as Slurm's tables choose it (job_state_string in slurm_protocol_defs.c).

@@ -32,7 +32,7 @@ from hetstream.slurm_plugin.client.model import (
     ReservedPart,
     total,
 )
-from hetstream.slurm_plugin.client.values import (
+from hetstream.slurm_plugin.client.slurm_units import (
     expand,
     known_gres,
     megabytes,

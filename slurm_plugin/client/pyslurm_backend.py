@@ -34,7 +34,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     requested_gpus,
 )
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.client.values import expand, megabytes, moment, text_or_empty, tres
+from hetstream.slurm_plugin.client.slurm_units import expand, megabytes, moment, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # Later ones have lost the old interface.

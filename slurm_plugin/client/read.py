@@ -55,7 +55,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     with_reservations,
 )
 from hetstream.slurm_plugin.client.run import is_denied, run_slurm
-from hetstream.slurm_plugin.client.values import NONE_WORDS, expand, moment, parse_gres, whole
+from hetstream.slurm_plugin.client.slurm_units import NONE_WORDS, expand, moment, parse_gres, whole
 from hetstream.slurm_plugin.errors import NodesHidden, UnsupportedSlurm
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from hetstream.hetjob.convert.sbatch_options import refuse_other_words
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.job.job import STEP_PYTHON
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child
-from hetstream.hetjob.ports import Child, Cluster, MarkedJob
+from hetstream.hetjob.ports import Child, ClusterLimits, MarkedJob
 from hetstream.mpi_dataworkers.process.config import with_whole_paths, without_places_in_common
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.parse_text import SINFO_FORMAT, names_of, parse_default_memory, parse_limits
@@ -86,7 +86,7 @@ class CommandSlurm:
         except NodesHidden:
             return self._reader.snapshot(details=details, without_nodes=True)
 
-    def cluster(self, name: str = "") -> Cluster:
+    def cluster(self, name: str = "") -> ClusterLimits:
         """Partitions, what one job can get there as far as Slurm shows nodes to this user, and scheduler.
 
         Args:
@@ -110,7 +110,7 @@ class CommandSlurm:
         lines = lines or names_of(partitions)
         names = [line.partition("|")[0] for line in lines]
         scheduler = re.search(r"^SchedulerType\s*=\s*(\S+)", config, re.MULTILINE)
-        return Cluster(
+        return ClusterLimits(
             partitions=frozenset(name.rstrip("*") for name in names),
             default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
             scheduler=scheduler[1] if scheduler else None,

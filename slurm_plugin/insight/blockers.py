@@ -13,7 +13,7 @@ import numpy as np
 
 from hetstream.base.text import duration
 from hetstream.slurm_plugin.client.model import RESOURCE_REASONS, SHARING, Job, Node, Snapshot
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.insight.node_table import (
     RESOURCES,
     Counts,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetstream.slurm_plugin.client.model import PENDING_STATES, SHARING, Gres, Job, Node, Partition, total
-from hetstream.slurm_plugin.client.values import alternatives, for_one_node, meets
+from hetstream.slurm_plugin.client.slurm_units import alternatives, for_one_node, meets
 
 # What pending jobs ask of a node, and which of them ask alike. Pure; used by all that explain or measure a cluster.
 #

@@ -17,7 +17,7 @@ from hetstream.base.text import duration
 from hetstream.hetjob.convert.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
 from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import own_reservations, seen_from, why_closed
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.insight.blockers import (
     COMPLETING,
     NOT_LOOKED_AT,

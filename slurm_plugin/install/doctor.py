@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.read import hides_nodes, release_of
-from hetstream.slurm_plugin.client.values import compress, expand
+from hetstream.slurm_plugin.client.slurm_units import compress, expand
 from hetstream.slurm_plugin.install.units import RUN_DIR, SCRIPTS, SCRIPTS_VERSION, script_version
 from hetstream.slurm_plugin.packing.quota_packer import FIRST_THAT_EXEMPTS, exempt_priority
 

@@ -25,7 +25,7 @@ from hetstream.base.text import printable
 from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.read import release_of
-from hetstream.slurm_plugin.client.values import alternatives, compress, meets
+from hetstream.slurm_plugin.client.slurm_units import alternatives, compress, meets
 from hetstream.slurm_plugin.packing.notes import (
     EvictedRecord,
     GpuWish,

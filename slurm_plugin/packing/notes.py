@@ -34,7 +34,7 @@ from urllib.parse import quote, unquote
 
 from hetstream.hetjob.convert.plan import AFTER_MARK, CLASS_MARK
 from hetstream.hetjob.convert.spec import GUARANTEED
-from hetstream.slurm_plugin.client.values import compress, expand
+from hetstream.slurm_plugin.client.slurm_units import compress, expand
 from hetstream.slurm_plugin.packing.state import Place
 
 # A Comment that begins so was written by the packer (the guard refuses it to others): GPU numbers with commas follow.

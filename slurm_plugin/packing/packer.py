@@ -23,7 +23,7 @@ from hetstream.hetjob.site.messages import ShowGpus
 from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.run import Failure, failure_of
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.packing.decide import PackedStart, PackingPlan, decide
 from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,

@@ -22,7 +22,7 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot, total
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.read import release_of
 from hetstream.slurm_plugin.client.run import Failure, failure_of, is_of_scrontab
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,
     fits_no_partition,

@@ -15,7 +15,7 @@ from typing import Any
 
 from hetstream.base.text import duration_words, printable
 from hetstream.hetjob.site.messages import JobNow
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 
 # Tables and figures for a terminal: what the commands that list things have in common. Pure.
 

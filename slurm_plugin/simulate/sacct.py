@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hetstream.base.text import shortened
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, SACCT_STATES, Usage, usages_of
-from hetstream.slurm_plugin.client.values import megabytes, moment, moments, text_or_empty, tres
+from hetstream.slurm_plugin.client.slurm_units import megabytes, moment, moments, text_or_empty, tres
 from hetstream.slurm_plugin.errors import SimulationInputError, UnreadableAnswer
 from hetstream.slurm_plugin.simulate.engine import Progress, simulate
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario

@@ -44,12 +44,12 @@ from hetstream.hetjob.convert.sbatch_options import (
 )
 from hetstream.hetjob.convert.shell import Unknown
 from hetstream.hetjob.convert.spec import OPTIONS, WITH_VALUE, JobSpec
-from hetstream.hetjob.convert.step_demand import Surroundings
+from hetstream.hetjob.convert.step_demand import SubmitContext
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR, JOBS_DIR, JOURNAL_DIR, choose, is_directory_pattern, setting
-from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
+from hetstream.hetjob.ports import UNKNOWN_CLUSTER, ClusterLimits, SlurmClient
 from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
-from hetstream.slurm_plugin.client.values import seconds
+from hetstream.slurm_plugin.client.slurm_units import seconds
 
 # A longer file is no script that somebody wrote.
 _MOST_READ_BYTES = 1 << 20
@@ -176,7 +176,7 @@ def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> 
     return named or (text if is_directory_pattern(text) and "%" not in text else None), why
 
 
-def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> Surroundings:
+def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> SubmitContext:
     """What a script finds where it runs: files, from its working directory on, and variables."""
     directory = Path(options.value("chdir") or ".")
     left = _MOST_PATHS
@@ -195,7 +195,7 @@ def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> Sur
 
     # What Slurm says of a job around this submission it will say of that job alone, but for what its srun acts on.
     known = {name: value for name, value in job_environ.items() if not name.startswith("SLURM_") or is_of_srun(name)}
-    return Surroundings(read, {**known, "SLURM_SUBMIT_DIR": str(Path.cwd())})
+    return SubmitContext(read, {**known, "SLURM_SUBMIT_DIR": str(Path.cwd())})
 
 
 def _notes_on_lines(text: str, name: str) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ def _class_of_environment(directives: Sequence[Directive], environ: Mapping[str,
     return [Directive("job-class", value, f"environment variable {CLASS_VARIABLE}")]
 
 
-def _note_on_partition(spec: JobSpec, cluster: Cluster) -> list[str]:
+def _note_on_partition(spec: JobSpec, cluster: ClusterLimits) -> list[str]:
     """What to say when nobody chose where the data workers run, and they take CPUs from beside GPUs."""
     name = cluster.default_partition
     limits = cluster.limits.get(name or "")
@@ -312,7 +312,7 @@ def _has(command: str, ways: Iterable[Sequence[str]]) -> bool:
     return False
 
 
-def _note_on_time(spec: JobSpec, options: SbatchOptions, cluster: Cluster) -> list[str]:
+def _note_on_time(spec: JobSpec, options: SbatchOptions, cluster: ClusterLimits) -> list[str]:
     """What to say when a job that would start alone waits for its data workers' partition.
 
     They have the job's time limit. It is no error: a QOS may have the flag PartitionTimeLimit.
@@ -386,7 +386,7 @@ def clusters_of(environ: Mapping[str, str], in_script: Iterable[SbatchOption], g
     return next((name for name in named if name), "")
 
 
-def ask_cluster(client: SlurmClient, clusters: str) -> tuple[Cluster, SlurmCommandError | None]:
+def ask_cluster(client: SlurmClient, clusters: str) -> tuple[ClusterLimits, SlurmCommandError | None]:
     """The cluster that a job goes to as far as it is known, and why no more.
 
     Args:

@@ -15,7 +15,7 @@ import pytest
 from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.process.faults import FAULTS
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
-from hetstream.slurm_plugin.client.values import parse_gres
+from hetstream.slurm_plugin.client.slurm_units import parse_gres
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
 from tests.conftest import WaitUntil

@@ -22,7 +22,7 @@ import pytest
 from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.site.messages import GpuNow, NodeGpus, ShowGpus
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
-from hetstream.slurm_plugin.client.values import expand
+from hetstream.slurm_plugin.client.slurm_units import expand
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.state import PackingEvent

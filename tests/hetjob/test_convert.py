@@ -16,11 +16,11 @@ from hetstream.hetjob.convert.render import render
 from hetstream.hetjob.convert.sbatch_options import parse_words
 from hetstream.hetjob.convert.spec import WITH_VALUE, JobSpec
 from hetstream.hetjob.errors import ConversionError, DirectiveError
-from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
+from hetstream.hetjob.ports import ClusterLimits, NodeSize, PartitionLimits
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
 # Each node has room for all tasks of the scripts here.
-LARGE_NODES = Cluster(frozenset({"gpu"}), "gpu", None, {"gpu": PartitionLimits((NodeSize(1024, 1 << 22, True),))})
+LARGE_NODES = ClusterLimits(frozenset({"gpu"}), "gpu", None, {"gpu": PartitionLimits((NodeSize(1024, 1 << 22, True),))})
 
 
 def plan_of(sbatch: str, *command_line: str, spec: JobSpec = SPEC, body: str = "srun python train.py") -> HetPlan:
@@ -103,7 +103,7 @@ def test_cpus_of_the_trainer(sbatch: str, kept: tuple[str, ...]) -> None:
 )
 def test_a_script_that_names_no_number_of_nodes_gets_as_many(sbatch: str, kept: tuple[str, ...]) -> None:
     nodes = PartitionLimits((NodeSize(16, 64000, True), NodeSize(64, 64000, False)))
-    cluster = Cluster(frozenset({"gpu", "cpu"}), "gpu", None, {"gpu": nodes})
+    cluster = ClusterLimits(frozenset({"gpu", "cpu"}), "gpu", None, {"gpu": nodes})
     text = f"#!/bin/bash\n#SBATCH {sbatch}\nsrun python train.py\n"
     assert convert(SPEC, text, "train.sbatch", cluster=cluster).components[0].options == kept
 
@@ -152,7 +152,7 @@ def test_a_script_without_gpus_gives_cpus_away_only_when_told() -> None:
 )
 def test_memory_for_each_cpu_stays_below_the_partitions_limit(sbatch: str, limit: int, kept: tuple[str, ...]) -> None:
     of_gpu = PartitionLimits((NodeSize(64, 256_000, True),), limit)
-    cluster = Cluster(frozenset({"gpu", "cpu"}), "gpu", None, {"gpu": of_gpu})
+    cluster = ClusterLimits(frozenset({"gpu", "cpu"}), "gpu", None, {"gpu": of_gpu})
     plan = convert(SPEC, f"#!/bin/bash\n#SBATCH {sbatch}\n", "train.sbatch", cluster=cluster)
     assert plan.components[0].options == kept
     assert limit > 4096 or kept or "MaxMemPerCPU" in plan.changes[0].why
@@ -179,7 +179,7 @@ def test_memory_for_each_cpu_stays_below_the_partitions_limit(sbatch: str, limit
 )
 def test_memory_by_cpus_goes_by_whole_cores(sbatch: str, threads: int, kept: tuple[str, ...]) -> None:
     limits = {"gpu": PartitionLimits((), threads_per_core=threads), "other": PartitionLimits(())}
-    cluster = Cluster(frozenset(limits), "gpu", None, limits, default_mb_per_cpu={"gpu": 1000})
+    cluster = ClusterLimits(frozenset(limits), "gpu", None, limits, default_mb_per_cpu={"gpu": 1000})
     plan = convert(SPEC, f"#!/bin/bash\n#SBATCH {sbatch}\nsrun python train.py\n", "train.sbatch", cluster=cluster)
     assert plan.components[0].options == kept
     assert kept or "the script's memory goes by its CPUs" in plan.changes[0].why
@@ -198,7 +198,7 @@ def test_memory_by_cpus_goes_by_whole_cores(sbatch: str, threads: int, kept: tup
     ],
 )
 def test_a_trainer_that_asks_for_no_memory_keeps_what_its_cpus_bring(sbatch: str, kept: tuple[str, ...]) -> None:
-    cluster = Cluster(frozenset({"gpu", "other"}), "gpu", None, default_mb_per_cpu={"gpu": 4000})
+    cluster = ClusterLimits(frozenset({"gpu", "other"}), "gpu", None, default_mb_per_cpu={"gpu": 4000})
     plan = convert(SPEC, f"#!/bin/bash\n#SBATCH {sbatch}\n", "train.sbatch", cluster=cluster)
     assert plan.components[0].options == kept
     assert not [word for word in plan.components[1].options if "mem" in word] or "--mem" in sbatch
@@ -208,7 +208,7 @@ def test_a_trainer_that_asks_for_no_memory_keeps_what_its_cpus_bring(sbatch: str
 def test_a_trainer_that_has_its_nodes_alone_keeps_its_cpus(partitions: str, keeps: bool) -> None:
     """One of several partitions is enough: nobody knows in which the job will run."""
     limits = {"gpu": PartitionLimits(()), "whole": PartitionLimits((), alone="OverSubscribe=EXCLUSIVE")}
-    cluster = Cluster(frozenset(limits), "whole", None, limits)
+    cluster = ClusterLimits(frozenset(limits), "whole", None, limits)
     for partition in (f" -p {partitions}", "") if keeps else (f" -p {partitions}",):
         script = f"#!/bin/bash\n#SBATCH --gres=gpu:1 -c16 --mem=8G{partition}\nsrun python train.py\n"
         plan = convert(SPEC, script, "train.sbatch", cluster=cluster)
@@ -223,7 +223,7 @@ def test_a_trainer_that_has_its_nodes_alone_keeps_its_cpus(partitions: str, keep
 def test_a_trainer_with_all_memory_of_its_nodes_keeps_its_cpus(mem: str, allocates_memory: bool, keeps: bool) -> None:
     limits = {"gpu": PartitionLimits((), allocates_memory=allocates_memory)}
     script = f"#!/bin/bash\n#SBATCH --gres=gpu:1 -c16 --mem={mem}\nsrun python train.py\n"
-    plan = convert(SPEC, script, "train.sbatch", cluster=Cluster(frozenset(limits), "gpu", None, limits))
+    plan = convert(SPEC, script, "train.sbatch", cluster=ClusterLimits(frozenset(limits), "gpu", None, limits))
     assert plan.components[0].options == (() if keeps else ("--cpus-per-task=2",))
     assert not keeps or "--mem=0:" in plan.changes[0].why
 
@@ -265,7 +265,7 @@ def test_what_no_node_can_hold_is_refused() -> None:
             "cpu": PartitionLimits((NodeSize(32, 64_000, False, 2), NodeSize(64, 32_000, False, 2))),
             "small": PartitionLimits((NodeSize(8, 16_000, False, 2),)),
         }
-        cluster = Cluster(frozenset({"cpu", "small", "other"}), "cpu", None, limits)
+        cluster = ClusterLimits(frozenset({"cpu", "small", "other"}), "cpu", None, limits)
         return convert(spec, "#!/bin/bash\n#SBATCH --mem=8G\n", "train.sbatch", cluster=cluster)
 
     for partition, of_spec in (
@@ -285,7 +285,7 @@ def test_what_no_node_can_hold_is_refused() -> None:
     with pytest.raises(limits.NoSuchNode, match="of partition small"):
         converted("small", data_worker_cpus=16, data_worker_mem="1G")
     many = PartitionLimits((NodeSize(8, 16_000, False, 3), NodeSize(4, 64_000, False)))
-    cluster = Cluster(frozenset({"cpu"}), "cpu", None, {"cpu": many})
+    cluster = ClusterLimits(frozenset({"cpu"}), "cpu", None, {"cpu": many})
     for number in (7, 8):
         spec = JobSpec(number, number, data_worker_cpus=4)
         if number == 7:
@@ -435,24 +435,24 @@ def test_shells_are_converted(first: str) -> None:
 def test_a_partition_must_come_from_somewhere() -> None:
     with pytest.raises(limits.MissingPartition, match="--data-worker-partition=NAME"):
         convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch")
-    plan = convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch", cluster=Cluster(frozenset(), "batch", None))
+    plan = convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch", cluster=ClusterLimits(frozenset(), "batch", None))
     assert "--partition=batch" in plan.components[1].options
 
 
 def test_the_cluster_is_checked() -> None:
-    cluster = Cluster(frozenset({"cpu", "gpu"}), "gpu", "sched/backfill")
+    cluster = ClusterLimits(frozenset({"cpu", "gpu"}), "gpu", "sched/backfill")
     check_cluster(JobSpec(1, 1, data_worker_partition="cpu,gpu"), cluster)
     check_cluster(JobSpec(1, 1), cluster)
-    check_cluster(JobSpec(1, 1, data_worker_partition="anything"), Cluster(frozenset(), None, None))
+    check_cluster(JobSpec(1, 1, data_worker_partition="anything"), ClusterLimits(frozenset(), None, None))
     with pytest.raises(limits.MissingPartition, match=r"'bigmem' does not exist\. This cluster has cpu, gpu"):
         check_cluster(JobSpec(0, 1, data_worker_partition="cpu,bigmem"), cluster)
-    builtin = Cluster(frozenset({"cpu"}), "cpu", "sched/builtin")
+    builtin = ClusterLimits(frozenset({"cpu"}), "cpu", "sched/builtin")
     with pytest.raises(limits.NeedsBackfill, match="0-3"):
         check_cluster(JobSpec(1, 3), builtin)
     check_cluster(JobSpec(0, 3), builtin)
 
 
-def hole_words(sbatch: str, time_min: str, cluster: Cluster = limits.UNKNOWN_CLUSTER) -> list[str]:
+def hole_words(sbatch: str, time_min: str, cluster: ClusterLimits = limits.UNKNOWN_CLUSTER) -> list[str]:
     spec = JobSpec(0, 2, data_worker_partition="cpu", data_worker_time_min=time_min)
     plan = convert(spec, f"#!/bin/bash\n#SBATCH {sbatch}\ntrue\n", "train.sbatch", cluster=cluster)
     assert f"in backfill holes of {time_min} or more" in plan.changes[-2].change
@@ -463,7 +463,7 @@ def test_companions_in_holes_run_no_longer_than_the_job_and_the_partition_let_th
     assert hole_words("--gres=gpu:1", "2:00") == ["--time-min=120"]
     assert hole_words("--time=5", "2:00") == ["--time-min=120", "--longest=300"]
     short = PartitionLimits((NodeSize(8, 8000, False),), max_time_s=1800.0)
-    cluster = Cluster(frozenset({"cpu"}), "cpu", "sched/backfill", {"cpu": short})
+    cluster = ClusterLimits(frozenset({"cpu"}), "cpu", "sched/backfill", {"cpu": short})
     assert hole_words("--time=1-0", "1:30:0".removeprefix("1:"), cluster) == ["--time-min=1800", "--longest=1800"]
     assert hole_words("--gres=gpu:1", "1-0") == ["--time-min=86400"]
     assert hole_words("--time=UNLIMITED", "10", cluster) == ["--time-min=600", "--longest=1800"]
@@ -474,7 +474,7 @@ def test_companions_in_holes_run_no_longer_than_the_job_and_the_partition_let_th
 
 
 def test_holes_need_a_scheduler_that_looks_for_them() -> None:
-    builtin = Cluster(frozenset({"cpu"}), "cpu", "sched/builtin")
+    builtin = ClusterLimits(frozenset({"cpu"}), "cpu", "sched/builtin")
     with pytest.raises(limits.NeedsBackfill, match="only sched/backfill starts jobs in holes"):
         check_cluster(JobSpec(0, 3, data_worker_time_min="2"), builtin)
 
@@ -586,7 +586,7 @@ def test_options_of_the_command_line_lose_against_the_memory_of_checkpoints() ->
 
 
 def test_checkpoints_need_no_backfill_and_share_burst_buffers() -> None:
-    check_cluster(CHECKPOINT, Cluster(frozenset({"gpu"}), "gpu", "sched/builtin"))
+    check_cluster(CHECKPOINT, ClusterLimits(frozenset({"gpu"}), "gpu", "sched/builtin"))
     assert plan_of("--bb=x", spec=CHECKPOINT).writer_options
 
 
@@ -640,7 +640,7 @@ def test_data_workers_do_not_wait_for_their_own_trainer(
 
 
 def test_a_release_that_has_repaired_singleton_is_left_alone() -> None:
-    cluster = Cluster(frozenset({"cpu"}), "cpu", None, release=(23, 11))
+    cluster = ClusterLimits(frozenset({"cpu"}), "cpu", None, release=(23, 11))
     plan = convert(SPEC, "#!/bin/bash\n#SBATCH -d singleton\n", "train.sbatch", cluster=cluster)
     assert not any("dependency" in word for word in plan.components[1].options)
 

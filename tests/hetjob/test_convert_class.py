@@ -13,7 +13,7 @@ from hetstream.hetjob.convert.sbatch_options import parse_words
 from hetstream.hetjob.convert.spec import GUARANTEED, OPPORTUNISTIC, WITH_VALUE
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.ports import Cluster
+from hetstream.hetjob.ports import ClusterLimits
 
 
 def plan_of(directive: str, *lines: str, words: tuple[str, ...] = (), known: tuple[str, ...] = ("opp",)) -> HetPlan:
@@ -23,7 +23,7 @@ def plan_of(directive: str, *lines: str, words: tuple[str, ...] = (), known: tup
     spec = read_spec(read_directives(text, "train.sbatch"), "train.sbatch")
     assert spec is not None
     outside, _ = parse_words(words, "command line", extra=WITH_VALUE)
-    cluster = Cluster(frozenset(), "gpu", "sched/backfill", opportunistic=known)
+    cluster = ClusterLimits(frozenset(), "gpu", "sched/backfill", opportunistic=known)
     plan = convert(spec, text, "train.sbatch", command_line=outside, cluster=cluster)
     assert "train.py" in render(text, plan, ("/bin/hetstream",))
     return plan

@@ -21,7 +21,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, CompanionTime, ControllerStateFile
-from hetstream.hetjob.master.elastic import Elastic, Looks, TrainerCpus, WorkerRates
+from hetstream.hetjob.master.elastic import Elastic, PollBackoff, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.memory import MemoryReading, TrainerMemory
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
@@ -463,7 +463,7 @@ def test_slurm_is_not_asked_about_companions_that_work(world: World, wait_until:
 
 def test_how_often_a_thousand_jobs_ask_slurm() -> None:
     """Each has a companion that waits in the queue; the questions of an hour, of which the last half hour counts."""
-    looks, asked = Looks(), []
+    looks, asked = PollBackoff(), []
     for now in range(3600):
         if looks.is_due("one waits", is_settled=False, now=float(now)):
             asked.append(now)

@@ -15,7 +15,7 @@ from hetstream.hetjob.convert.directives import read_directives, read_spec
 from hetstream.hetjob.convert.plan import Component, HetPlan
 from hetstream.hetjob.convert.render import render
 from hetstream.hetjob.convert.spec import JobSpec
-from hetstream.hetjob.ports import Cluster
+from hetstream.hetjob.ports import ClusterLimits
 from tests.programs import require
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -25,7 +25,9 @@ PROGRAM = ("/opt/het stream's/bin/hetstream",)
 def rendered(script: str) -> str:
     spec = read_spec(read_directives(script, "train.sbatch"), "train.sbatch")
     assert spec is not None
-    return render(script, convert(spec, script, "train.sbatch", cluster=Cluster(frozenset(), "batch", None)), PROGRAM)
+    return render(
+        script, convert(spec, script, "train.sbatch", cluster=ClusterLimits(frozenset(), "batch", None)), PROGRAM
+    )
 
 
 def read(path: Path) -> str:
@@ -73,7 +75,9 @@ def test_the_block_in_real_shells(tmp_path: Path, shell: str, flags: str, master
         program.write_text(f"#!/bin/sh\n{answer}\n")
         program.chmod(0o755)
     script = '#!/bin/sh\necho "service=${SERVICE:-none} args=$*"\nexit 7'
-    text = render(script, convert(JobSpec(1, 1), script, "x", cluster=Cluster(frozenset(), "p", None)), (str(program),))
+    text = render(
+        script, convert(JobSpec(1, 1), script, "x", cluster=ClusterLimits(frozenset(), "p", None)), (str(program),)
+    )
     path = tmp_path / "script"
     path.write_text(text)
     done = subprocess.run(

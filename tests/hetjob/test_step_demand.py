@@ -12,19 +12,19 @@ import pytest
 from hetstream.hetjob.convert.convert import convert
 from hetstream.hetjob.convert.plan import HetPlan
 from hetstream.hetjob.convert.spec import JobSpec
-from hetstream.hetjob.convert.step_demand import Surroundings
-from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
+from hetstream.hetjob.convert.step_demand import SubmitContext
+from hetstream.hetjob.ports import ClusterLimits, NodeSize, PartitionLimits
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
 # Each node has room for all tasks of the scripts here.
-LARGE_NODES = Cluster(frozenset({"gpu"}), "gpu", None, {"gpu": PartitionLimits((NodeSize(1024, 1 << 22, True),))})
+LARGE_NODES = ClusterLimits(frozenset({"gpu"}), "gpu", None, {"gpu": PartitionLimits((NodeSize(1024, 1 << 22, True),))})
 ROOT = Path(__file__).parents[2]
 
 
 def plan_of(
     options: str, body: str, files: Mapping[str, str] = {}, environ: Mapping[str, str] = {}
 ) -> HetPlan:  # fmt: skip
-    around = Surroundings(lambda path: files.get(path.removeprefix("./")), environ)
+    around = SubmitContext(lambda path: files.get(path.removeprefix("./")), environ)
     text = f"#!/bin/bash\n#SBATCH {options}\n{body}\n"
     return convert(SPEC, text, "train.sbatch", cluster=LARGE_NODES, surroundings=around)
 

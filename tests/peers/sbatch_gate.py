@@ -29,7 +29,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hetstream.hetjob.convert.sbatch_options import megabytes
-from hetstream.slurm_plugin.client.values import expand
+from hetstream.slurm_plugin.client.slurm_units import expand
 from tests.devcluster.boot import boot
 from tests.devcluster.render import version_tuple
 from tests.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetstream.slurm_plugin.client.values import expand
+from hetstream.slurm_plugin.client.slurm_units import expand
 from tests.devcluster.boot import BootRequest
 from tests.devcluster.spec import ClusterShape
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import alternatives, for_one_node, meets
+from hetstream.slurm_plugin.client.slurm_units import alternatives, for_one_node, meets
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation
 from hetstream.slurm_plugin.packing.jobs import _only_nodes

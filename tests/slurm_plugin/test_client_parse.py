@@ -18,7 +18,7 @@ from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, Snapshot, total
 from hetstream.slurm_plugin.client.read import CommandReader, release_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import compress, expand, megabytes, moment, parse_gres, seconds, whole
+from hetstream.slurm_plugin.client.slurm_units import compress, expand, megabytes, moment, parse_gres, seconds, whole
 from hetstream.slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
 from hetstream.slurm_plugin.packing.quota_file import takes_gpus
 

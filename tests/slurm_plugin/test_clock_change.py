@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import local_time, moment, moments
+from hetstream.slurm_plugin.client.slurm_units import local_time, moment, moments
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate.traces import read_trace
 

@@ -16,7 +16,7 @@ import pytest
 from hetstream.slurm_plugin.cli.install import _lua, _lua_files
 from hetstream.slurm_plugin.client import parse_text
 from hetstream.slurm_plugin.client.model import Node, Partition, Snapshot
-from hetstream.slurm_plugin.client.values import compress
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.install.doctor import (
     LUA_PLUGINS,
     LUA_VERSIONS,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, total
-from hetstream.slurm_plugin.client.values import known_gres, parse_gres
+from hetstream.slurm_plugin.client.slurm_units import known_gres, parse_gres
 from hetstream.slurm_plugin.insight.node_table import shape_of
 from hetstream.slurm_plugin.packing.observe import _in_use
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.cli.cluster import MOST_SHAPES, frag_report
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
-from hetstream.slurm_plugin.client.values import parse_gres
+from hetstream.slurm_plugin.client.slurm_units import parse_gres
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.node_table import Shape, shape_of
 from hetstream.slurm_plugin.insight.observation import observe

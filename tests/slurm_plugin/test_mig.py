@@ -17,7 +17,7 @@ from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_q
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Partition, Snapshot, gpu_share
 from hetstream.slurm_plugin.client.read import with_gpu_shares
-from hetstream.slurm_plugin.client.values import parse_gres
+from hetstream.slurm_plugin.client.slurm_units import parse_gres
 from hetstream.slurm_plugin.daemon.nodes import pool_partitions
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.utilisation import Window

@@ -18,7 +18,7 @@ from hetstream.hetjob.convert.convert import convert
 from hetstream.hetjob.convert.directives import read_directives, read_spec
 from hetstream.hetjob.convert.render import render, without_block
 from hetstream.hetjob.convert.sbatch_options import parse_words
-from hetstream.hetjob.ports import Cluster
+from hetstream.hetjob.ports import ClusterLimits
 from hetstream.slurm_plugin.cli import main, migrate
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.submit.migration import Sight, arguments_of, export_option, stage, with_memory
@@ -170,8 +170,8 @@ class FakeSlurm:
             return self.script.encode()
         return render(self.script, convert(spec, self.script, "train.sbatch"), ["/bin/hetstream"]).encode()
 
-    def cluster(self, name: str = "") -> Cluster:
-        return Cluster(frozenset({"gpu"}), "gpu", "sched/backfill")
+    def cluster(self, name: str = "") -> ClusterLimits:
+        return ClusterLimits(frozenset({"gpu"}), "gpu", "sched/backfill")
 
     def living_jobs(self) -> dict[str, str]:
         return {"31": "RUNNING"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
+from hetstream.hetjob.ports import ClusterLimits, NodeSize, PartitionLimits
 from hetstream.slurm_plugin.cli.cluster import frag_report
 from hetstream.slurm_plugin.cli.why import report_of as why_report
 from hetstream.slurm_plugin.client.accounting import from_queue
@@ -29,7 +29,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     with_reservations,
 )
 from hetstream.slurm_plugin.client.read import ended_on_whole_nodes, parse_held, with_held_gpus, with_told_gpus
-from hetstream.slurm_plugin.client.values import moment
+from hetstream.slurm_plugin.client.slurm_units import moment
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 from hetstream.slurm_plugin.insight.blockers import told_by_slurm
 from hetstream.slurm_plugin.insight.fragmentation import measure
@@ -316,7 +316,7 @@ def test_a_time_limit_that_the_data_workers_partition_refuses_is_noted(
     nodes = (NodeSize(16, 64000, False, 4),)
     limits = {"cpu": 3600.0, "long": 7200.0, "free": None}
     known = {name: PartitionLimits(nodes, None, longest) for name, longest in limits.items()}
-    client = FakeSlurm(Path(), {}, Cluster(frozenset({*limits, "unknown"}), "cpu", "sched/backfill", known))
+    client = FakeSlurm(Path(), {}, ClusterLimits(frozenset({*limits, "unknown"}), "cpu", "sched/backfill", known))
     script = f"#!/bin/bash\n#SBATCH --gpus=1{f' --time={time}' if time else ''}\n#HETSTREAM --data-workers=1 "
     script += f"--data-worker-partition={partition}\ntrue\n"
     notes = convert_script(script.encode(), "t.sbatch", [], {}, client, ["hetstream"]).notes

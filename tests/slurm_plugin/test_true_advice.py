@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Reservation, Snapshot
-from hetstream.slurm_plugin.client.values import expand
+from hetstream.slurm_plugin.client.slurm_units import expand
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.blockers import Blocker
 from hetstream.slurm_plugin.insight.observation import observe

@@ -20,7 +20,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, from_sacct, sacct_rows, usages_of
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import moment
+from hetstream.slurm_plugin.client.slurm_units import moment
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 from hetstream.slurm_plugin.insight.utilisation import Window, capacity, together, utilisation, wait_shares
 

@@ -14,7 +14,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingNow, ShowGpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
-from hetstream.slurm_plugin.client.values import expand, parse_gres
+from hetstream.slurm_plugin.client.slurm_units import expand, parse_gres
 
 GIB = 1 << 30
 NOW_S = 1_795_000_000.0

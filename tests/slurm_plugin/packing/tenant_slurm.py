@@ -10,7 +10,7 @@ from packed_slurm import GIB, NOW_S, PackedSlurm, number_of
 
 from hetstream.hetjob.site.messages import GpuNow, SharingNow
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.client.values import expand
+from hetstream.slurm_plugin.client.slurm_units import expand
 from hetstream.slurm_plugin.packing.notes import held_for, upgrades
 
 GPU = (Gres("gpu", "", 1),)

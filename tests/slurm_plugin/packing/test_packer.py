@@ -14,7 +14,7 @@ from hetstream.hetjob.errors import SiteError, SlurmCommandError
 from hetstream.hetjob.site.messages import SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.process.faults import FAULTS
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Node
-from hetstream.slurm_plugin.client.values import parse_gres
+from hetstream.slurm_plugin.client.slurm_units import parse_gres
 from hetstream.slurm_plugin.packing.notes import read_record
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingEvent

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.job_lists import list_from, synthetic_trace
 from hetstream.slurm_plugin.client.model import Node, ReservedPart
-from hetstream.slurm_plugin.client.values import parse_gres
+from hetstream.slurm_plugin.client.slurm_units import parse_gres
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate import workload
 from hetstream.slurm_plugin.simulate.engine import simulate

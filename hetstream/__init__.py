@@ -71,11 +71,18 @@ else:
         except AttributeError as error:  # which would read as if the name itself were missing
             raise ImportError(f"hetstream.{name} cannot be imported: {error}") from error
 
+    def _version():
+        metadata = importlib.import_module("importlib.metadata")
+        try:
+            return metadata.version("hetstream")
+        except metadata.PackageNotFoundError:
+            return "0+unknown"  # a checkout in PYTHONPATH, which nobody has installed
+
     def __getattr__(name):  # PEP 562: called once for each name, which is kept below
         if name in _MODULES:
             value = getattr(_module_of(name), name)
         elif name == "__version__":
-            value = importlib.import_module("importlib.metadata").version("hetstream")
+            value = _version()
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

@@ -108,6 +108,18 @@ def test_the_version_is_read_when_it_is_asked_for() -> None:
     assert run(code) == f"False {version('hetstream')}"
 
 
+def test_a_checkout_that_nobody_has_installed_has_its_commands(tmp_path: Path) -> None:
+    """As on a machine with a GPU that is lent: PYTHONPATH leads to the checkout, and no metadata is there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as metadata\n"
+        "def version(name):\n    raise metadata.PackageNotFoundError(name)\nmetadata.version = version\n"
+    )
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    argv = [sys.executable, "-m", "hetstream", "--version"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.stdout == "hetstream 0+unknown\n", done.stderr
+
+
 # What the extras of pyproject.toml bring, but torch, by the names under which it is imported.
 OPTIONAL = "accelerate h5py lightning mpi4py PIL prometheus_client pyarrow pynvml sklearn transformers triton zstandard"
 WITHOUT = f"""

@@ -20,6 +20,9 @@ from hetstream.mpi_dataworkers.partitioner.program import Kind
 from hetstream.slurm_plugin.cli.screen import wants_color, width_of
 from hetstream.slurm_plugin.render.tables import Column, Report, Section, as_json, as_table
 
+# Data workers that are reckoned with where the user names no number.
+_USUAL = 4
+
 
 def run_explained(args: argparse.Namespace) -> int:
     """Run the program for three steps, and report.
@@ -30,11 +33,12 @@ def run_explained(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UsageError("no program: write hetstream run --explain python train.py")
-    if args.data_workers < 1:
-        raise UsageError(f"--data-workers={args.data_workers}: at least 1")
+    data_workers = _USUAL if args.data_workers is None else args.data_workers
+    if data_workers < 1:
+        raise UsageError(f"--data-workers={data_workers}: at least 1")
     found = _findings(command, args.offload or "auto")
     args.wide = False  # of hetstream run, which has no other table
-    report = report_of(found, found.decide(args.data_workers, args.offload == "all"))
+    report = report_of(found, found.decide(data_workers, args.offload == "all"))
     print("\n".join(as_table(report, wants_color(), width_of(args))))
     if args.json:
         args.json.write_text(as_json(report) + "\n")

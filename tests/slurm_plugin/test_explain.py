@@ -80,7 +80,7 @@ def test_a_program_is_run_for_three_steps(tmp_path: Path) -> None:
 
 def test_a_program_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('nothing')\n")
-    argv = [HETSTREAM, "run", "--data-workers=4", "--explain", sys.executable, str(tmp_path / "train.py")]
+    argv = [HETSTREAM, "run", "--explain", sys.executable, str(tmp_path / "train.py")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "ended with exit code 0 before a model had been trained for three steps" in done.stderr

@@ -20,19 +20,19 @@ MOST_BYTES = 3_000_000
 # What GPU machines run. pip matches a platform to the letter, so those of all wheels of today are named.
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_26", "manylinux_2_27", "manylinux_2_28")
-# Whoever has torch has it, too, and it alone is larger than all the others.
-_WITH_TORCH = ("numpy",)
+# Whoever has torch has NumPy, which alone is larger than all the others. rich draws tables for a terminal.
+_LEFT_OUT = ("numpy", "rich")
 
 
 def requirements() -> list[str]:
-    """What `pyproject.toml` says that hetstream needs, with what reads the driver's counts, and without NumPy."""
+    """What `pyproject.toml` says that hetstream needs, with what reads the driver's counts."""
     text = (ROOT / "pyproject.toml").read_text()
     needed = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     nvml = re.search(r"^nvml = \[(.*?)\]", text, re.MULTILINE)
     assert needed
     assert nvml
     found = re.findall(r'"([^"]+)"', needed[1] + nvml[1])
-    return [each for each in found if re.split(r"[<>=~!]", each)[0] not in _WITH_TORCH]
+    return [each for each in found if re.split(r"[<>=~!]", each)[0] not in _LEFT_OUT]
 
 
 def fetch() -> int:

@@ -154,10 +154,12 @@ bench-slurm: slurm $(addprefix bench-,$(SLURM_BENCHMARKS))
 # Those of checkpoints; ckpt_requeue needs root and Slurm.
 bench-ckpt: slurm $(addprefix bench-,$(CKPT_BENCHMARKS))
 
-# On a machine with a GPU, with a Python that has torch and nothing of ours: no environment is made. Where only a few files
-# come back from, `make gpu OUT=FOLDER` keeps all results in two. docs/gpu-session.md
+# On a machine with a GPU, with a Python that has torch and nothing of ours: no environment is made, and that of `make venv`
+# is used only where PYTHON has no torch. Where only a few files come back from, `make gpu OUT=FOLDER` keeps all results in
+# two. docs/gpu-session.md
 gpu:
-	@$(PYTHON) -m benchmarks.gpu_session $(if $(OUT),--bundle $(OUT)) $(ARGS)
+	@python=$(PYTHON); $$python -c 'import torch' 2>/dev/null || { test -x $(BIN)/python && python=$(BIN)/python; }; \
+	  $$python -m benchmarks.gpu_session $(if $(OUT),--bundle $(OUT)) $(ARGS)
 
 # Beforehand, where there is a network: what that Python may lack. The folder goes along with the checkout.
 gpu-wheels: venv

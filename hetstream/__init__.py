@@ -81,6 +81,8 @@ else:
     def __getattr__(name):  # PEP 562: called once for each name, which is kept below
         if name in _MODULES:
             value = getattr(_module_of(name), name)
+        elif name == "errors":
+            value = importlib.import_module("hetstream.errors")
         elif name == "__version__":
             value = _version()
         else:
@@ -89,4 +91,4 @@ else:
         return value
 
     def __dir__():
-        return __all__
+        return [*__all__, "errors"]

@@ -36,7 +36,9 @@ def test_every_name_is_there(name: str) -> None:
 
 def test_a_star_brings_the_names_of_users_and_one_error_to_catch() -> None:
     code = "before = {*globals()}\nfrom hetstream import *\nprint(*sorted({*globals()} - before - {'before'}))"
-    assert run(code).split() == sorted([*MODULES, "__version__"]) == dir(hetstream)
+    assert run(code).split() == sorted([*MODULES, "__version__"])
+    assert dir(hetstream) == sorted([*MODULES, "__version__", "errors"])
+    assert run("import hetstream; print(hetstream.errors.NoCheckpoint.__name__)") == "NoCheckpoint"
 
 
 def test_editors_see_what_is_there() -> None:

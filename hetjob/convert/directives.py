@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hetstream.base.text import shortened
-from hetstream.hetjob.convert.sbatch_options import SbatchOption
+from hetstream.hetjob.convert.sbatch_options import TAKES_VALUE, SbatchOption
 from hetstream.hetjob.convert.spec import AUTO, OPTIONS, JobSpec, parse_value
 from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 
@@ -236,14 +236,20 @@ def _read_words(arguments: Sequence[str], origin: str) -> list[Directive]:
     return found
 
 
+# Of `difflib`'s likeness: two letters that have changed places, in a long name.
+_SURELY_MEANT = 0.9
+
+
 def from_command_line(options: Sequence[SbatchOption]) -> list[Directive]:
     """hetstream's own among the options of a command line, misspelt ones too."""
     return [Directive(option.name, option.value, option.origin) for option in options if is_own(option.name)]
 
 
 def is_own(name: str) -> bool:
-    """Whether an option is hetstream's, or can only be meant as one: sbatch has none with these beginnings."""
-    return name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint"))
+    """Whether an option is hetstream's, or can only be meant as one: sbatch has none that begins so, or is so near."""
+    if name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint")):
+        return True
+    return name not in TAKES_VALUE and bool(get_close_matches(name, OPTIONS, n=1, cutoff=_SURELY_MEANT))
 
 
 def read_spec(directives: Sequence[Directive], name: str, counts_from_history: bool = False) -> JobSpec | None:
@@ -270,8 +276,9 @@ def read_spec(directives: Sequence[Directive], name: str, counts_from_history: b
         if directive.name not in OPTIONS:
             close = get_close_matches(directive.name, OPTIONS, n=1)
             problems.append(
-                f"{written} is unknown{f' (did you mean --{close[0]}?)' if close else ''}; valid are "
-                + ", ".join(f"--{known}" for known in OPTIONS)
+                f"{written} is unknown (did you mean --{close[0]}?)"
+                if close
+                else f"{written} is unknown; valid are {', '.join(f'--{known}' for known in OPTIONS)}"
             )
         else:
             try:

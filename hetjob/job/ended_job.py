@@ -99,9 +99,9 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     )
     replaced = summary.get("data_workers_replaced", 0)
     renewed = summary.get("data_workers_renewed", 0)
+    seen = summary.get("data_workers_seen", 0) - replaced - renewed
     # Those that left before their first step, to start anew in the program's Python, are none that a user would count.
-    used = summary.get("data_workers_used") or summary.get("data_workers_seen", 0)
-    processes = f"{max(0, used - replaced - renewed)} data worker process(es)"
+    processes = f"{summary.get('data_workers_used') or max(0, seen)} data worker process(es)"
     if replaced:
         processes += f", {replaced} more in the place of some that died"
     processes += _companions(summary)
@@ -123,7 +123,7 @@ def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
 
     Args:
         summary: of a run without Slurm.
-        data_workers: that the run was to have; 0 where it was to find how many pay.
+        data_workers: that the run was to have; 0 where it was to find how many it needs.
         cpus: of the host.
     """
     loaders = summary.get("loaders", [])
@@ -132,8 +132,7 @@ def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
     )
     if not steps or not elapsed_s:
         return ""
-    if not data_workers:
-        return _next_after_auto(summary.get("elastic", {}).get("data_workers"), local > steps / 2)
+    data_workers = data_workers or summary.get("elastic", {}).get("data_workers") or cpus
     if local > steps / 2:
         return "most batches were made in the program: a longer run tells more, as data workers take seconds to start"
     share = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders) / elapsed_s
@@ -145,14 +144,6 @@ def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
     if needed <= cpus:
         return f"to wait less, try --data-workers={needed}"
     return f"to wait less, try --data-workers={cpus}, as many as this host has CPUs; about {needed} would be enough"
-
-
-def _next_after_auto(found: int | None, is_mostly_local: bool) -> str:
-    """The same after a run that was to find how many data workers pay, and was last at this number."""
-    if not found:
-        return "data workers of this host did not pay, or the run was too short to tell: --data-workers=1 tries one"
-    late = "; most batches were made before they came" if is_mostly_local else ""
-    return f"{found} data worker(s) paid{late}: --data-workers={found} begins with them"
 
 
 def _moved(loaders: Sequence[Mapping[str, Any]], steps: int) -> str:

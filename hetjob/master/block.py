@@ -16,7 +16,7 @@ from hetstream.base.files import make_private
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job.processes import signals_held, temporary_directory
 from hetstream.hetjob.master.children import Service
-from hetstream.hetjob.master.local import READY_LIMIT_S, LocalConfig, LocalLauncher
+from hetstream.hetjob.master.local import MOST_DATA_WORKERS, READY_LIMIT_S, LocalConfig, LocalLauncher
 from hetstream.hetjob.master.state import MasterState, Phase
 
 _SERVICE = "HETSTREAM_SERVICE"
@@ -43,8 +43,9 @@ def data_workers(count: int, processes: int = 1) -> Iterator[None]:
     """
     if os.environ.get(_SERVICE):
         raise MasterError(f"this program has data workers already ({_SERVICE} is set): leave out `data_workers`")
-    if count < 1:
-        raise UsageError(f"data_workers({count!r}): at least 1")
+    for name, number in (("count", count), ("processes", processes)):
+        if type(number) is not int or not 1 <= number <= MOST_DATA_WORKERS:
+            raise UsageError(f"data_workers({name}={number!r}): a whole number from 1 to {MOST_DATA_WORKERS}")
     config = LocalConfig((sys.executable, "-m", "hetstream"), (sys.executable,), count, processes)
     with temporary_directory() as directory:
         make_private(directory)

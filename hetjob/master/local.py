@@ -18,7 +18,7 @@ from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import make_private
-from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.controller import Controller, ControllerState, Stage
 from hetstream.hetjob.elastic.snapshot import Limits
 from hetstream.hetjob.errors import MasterError, ProgramNotFound
 from hetstream.hetjob.job.ended_job import read_summary
@@ -34,6 +34,8 @@ from hetstream.mpi_dataworkers.wire.messages import Device
 
 READY_LIMIT_S = 30.0
 _COOLDOWN_S = 7.0  # no queue is between a decision and a data worker; the rates show a change after 6 s
+_MOST_AT_START = 8
+MOST_DATA_WORKERS = 1024  # of one host; more is a slip of the finger
 _END_S, _LOOK_S = 5.0, 0.02  # a data worker that was told to ends within 2 s
 _IDLE_S = 5.0  # the program's end wakes the wait at once
 _SIGNALS = (
@@ -49,7 +51,7 @@ class LocalConfig:
         program: how hetstream is called: words, the first an absolute path.
         command: the user's program and its arguments.
         data_workers: how many; 0 makes the same batches in the program itself.
-        most_data_workers: that the elastic controller may have in their place, as many as pay; 0 without a controller.
+        most_data_workers: that the elastic controller may have in their place, as many as are needed; 0 without one.
         worker_processes: processes of each data worker.
         worker_threads: threads of each of these processes.
         show_logs: let the dispatcher and the data workers write to this process's output.
@@ -65,8 +67,8 @@ class LocalConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.data_workers < 0:
-            problems.append(f"--data-workers={self.data_workers}: at least 0")
+        if not 0 <= self.data_workers <= MOST_DATA_WORKERS:
+            problems.append(f"--data-workers={self.data_workers}: 0 to {MOST_DATA_WORKERS}")
         if self.worker_processes < 1:
             problems.append(f"--worker-processes={self.worker_processes}: at least 1")
         if self.worker_threads < 1:
@@ -294,11 +296,17 @@ class LocalLauncher:
         return [*self._config.data_worker_words(self._directory), *([] if log is None else ["--log", str(log)])]
 
     def begin_elastic(self) -> None:
-        """Let the controller find how many data workers pay."""
-        limits = Limits(0, self._config.most_data_workers, cooldown_s=_COOLDOWN_S)
+        """Begin with a data worker for each CPU, and let the controller find how many are needed.
+
+        The program would have had worker processes of its own from the start, too.
+        """
+        limits = Limits(1, self._config.most_data_workers, cooldown_s=_COOLDOWN_S)
+        companions = LocalCompanions(self._data_worker_words)
+        for _ in range(min(self._config.most_data_workers, _MOST_AT_START)):
+            companions.submit()  # the controller finds them as it finds those of a job master of before
         self._elastic = Elastic(
-            Controller(limits),
-            LocalCompanions(self._data_worker_words),
+            Controller(limits, ControllerState(stage=Stage.COUNT)),
+            companions,
             fixed=0,
             connect=lambda: StatusClient(running_service(self._directory / "address")),
             controller_state_file=ControllerStateFile(self._directory / "controller.json"),

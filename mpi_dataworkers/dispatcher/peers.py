@@ -568,7 +568,7 @@ class WorkerMessages:
         tables.note_load(peer)
         lease.status = LeaseStatus.SENT
         lease.sent_at = now
-        tables.workers_used += worker.work.steps == 0
+        tables.used_slots.add(worker.slot or peer)
         worker.work.steps += lease.stop - lease.first
         worker.work.busy_s += message.busy_s
         if worker.tokens:

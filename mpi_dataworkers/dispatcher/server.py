@@ -467,7 +467,7 @@ def _write_summary(state: DispatcherState, journal: Journal, work_dir: Path) -> 
     summary = {
         "loaders": journal.loaders(),
         "data_workers_seen": state.tables.workers_seen,
-        "data_workers_used": state.tables.workers_used,
+        "data_workers_used": len(state.tables.used_slots),
         "data_workers_renewed": state.tables.workers_renewed,
         "data_workers_replaced": state.tables.workers_replaced,
         "leases_granted": state.tables.leases_granted,

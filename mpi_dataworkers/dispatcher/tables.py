@@ -556,7 +556,7 @@ class Tables:
 
         slot_bytes: resident memory of the last process of a slot, for the fresh one that takes its place.
         workers_seen: data worker processes that registered since this start.
-        workers_used: those of them that made a step. Some leave before that, to start anew in the program's Python.
+        used_slots: places of processes in which a step was made, whichever process came after the other there.
         workers_renewed: those of them that have left for a fresh one in their slot.
         workers_replaced: of them, those that came in the place of one that had died.
         workers_lost: of them, those that went without a word.
@@ -589,7 +589,7 @@ class Tables:
         self.is_mixed = False
 
         self.workers_seen = 0
-        self.workers_used = 0
+        self.used_slots: set[str] = set()
         self.workers_renewed = 0
         self.workers_replaced = 0
         self.workers_lost = 0

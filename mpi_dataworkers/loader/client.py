@@ -162,7 +162,7 @@ class Availability:
         """Log, once for each change, that data workers deliver again."""
         if self.is_local:
             how = "make the batches now" if self._was_at_start else "deliver again"
-            _log.warning("hetstream: %d data workers %s", self.num_workers, how)
+            _log.warning("hetstream: %d data worker process(es) %s", self.num_workers, how)
             self.is_local = False
 
 

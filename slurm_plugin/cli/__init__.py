@@ -115,7 +115,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _refuse(f"hetstream {verb}", "action", action, actions, {})
         action = None
     name = f"hetstream {verb}" if action is None else f"hetstream {verb} {action}"
-    return call(name, build_parser(verb or "", action).parse_args(arguments))
+    args, unknown = build_parser(verb or "", action).parse_known_args(arguments)
+    if unknown:
+        return _refuse_option(args.of_verb, unknown[0].partition("=")[0])
+    return call(name, args)
+
+
+def _refuse_option(parser: argparse.ArgumentParser, word: str) -> int:
+    """Say what a user may have meant by an option that a verb does not have, with the verb's own usage."""
+    known = [option for option in vars(parser)["_option_string_actions"] if option.startswith("--")]
+    near = get_close_matches(word, known, n=2)
+    parser.print_usage(sys.stderr)
+    advice = f"Did you mean {' or '.join(near)}?" if near else f"See: {parser.prog} --help"
+    print(f"{parser.prog}: {printable(shortened(word, 40))} is not known here. {advice}", file=sys.stderr)
+    return 2
 
 
 def _refuse(command: str, kind: str, word: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> int:

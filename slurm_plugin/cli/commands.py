@@ -106,6 +106,7 @@ def add_command(commands: Commands, name: str, summary: str, module: str, action
                 add_command(subparsers, word, text, declared_by)
     else:
         declaration_of(module)(parser)
+    parser.set_defaults(of_verb=parser)
     if parser.epilog:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
 

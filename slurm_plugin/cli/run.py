@@ -42,8 +42,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-workers",
         type=_count,
         metavar="N",
-        help="how many; with 0 the program makes the same batches itself (default: auto, as many as pay, which a "
-        "controller finds out while the program runs)",
+        help="how many; with 0 the program makes the same batches itself (default: auto, one for each CPU, at most 8, "
+        "and then as many as are needed, which a controller finds out while the program runs)",
     )
     parser.add_argument(
         "--worker-processes", type=int, default=1, metavar="N", help="processes of each data worker (default 1)"

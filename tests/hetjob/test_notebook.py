@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -102,8 +103,13 @@ def test_nothing_outlives_the_block(name: str, tmp_path: Path, wait_until: Calla
 
 
 def test_what_cannot_be_meant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"data_workers\(0\): at least 1"), hetstream.data_workers(0):
-        pass
+    numbers: list[Any] = [0, 1.5, "2", True, 10**7]
+    for number in numbers:
+        with (
+            pytest.raises(UsageError, match=r"data_workers\(count=.*\): a whole"),
+            hetstream.data_workers(number),
+        ):
+            pass
     monkeypatch.setenv("HETSTREAM_SERVICE", "file:/somewhere")
     with pytest.raises(MasterError, match="has data workers already"), hetstream.data_workers(2):
         pass

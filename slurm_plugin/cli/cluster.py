@@ -58,7 +58,6 @@ from hetstream.slurm_plugin.render.tables import (
     by_state,
     gib,
     partition_words,
-    short_name,
     signed,
 )
 
@@ -507,7 +506,7 @@ def _gres_words(gres: Gres) -> str:
 
 _JOBS_COLUMNS = (
     Column("job", "JOB", left=True),
-    Column("name", "NAME", short_name, left=True, priority=1, cuts=True),
+    Column("name", "NAME", left=True, priority=1, cuts=True),
     Column("user", "USER", left=True),
     Column("partitions", "PARTITION", partition_words, left=True, priority=2),
     Column("state", "STATE", left=True, mark=by_state),

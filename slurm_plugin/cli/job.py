@@ -59,7 +59,6 @@ from hetstream.slurm_plugin.render.tables import (
     as_table,
     by_state,
     gib,
-    short_name,
     wrapped,
 )
 from hetstream.slurm_plugin.render.top import render
@@ -373,7 +372,7 @@ def _low(key: str) -> Callable[[Row], str]:
 _USED_WELL, _USED_BADLY = 0.5, 0.2
 _USE_COLUMNS = (
     Column("job", "JOB", left=True),
-    Column("name", "NAME", short_name, left=True, priority=2, cuts=True),
+    Column("name", "NAME", left=True, priority=2, cuts=True),
     Column("state", "STATE", left=True, mark=by_state),
     Column("nodes", "NODES", priority=4),
     Column("cpus", "CPUS"),

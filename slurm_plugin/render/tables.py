@@ -124,6 +124,10 @@ class _Layout:
         for place in [place for place in self.beside if columns[place].wraps]:
             longest = max((len(word) for row in rows for word in row[place][0].split()), default=0)
             self.widths[place] = min(natural[place], max(longest, _NARROWEST, len(columns[place].title)))
+        # Before a name is cut, columns go that say nothing.
+        for place in [place for place in self.beside if rows and all(row[place][0] == "-" for row in rows)]:
+            if self._lacking(width) > 0:
+                self.beside.remove(place)
         for place in [place for place in self.beside if columns[place].cuts]:
             self.widths[place] = min(natural[place], max(_SHORTEST, len(columns[place].title)))
         gone = []
@@ -343,11 +347,6 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-def short_name(name: str) -> str:
-    """A name that users choose, in 24 characters."""
-    return name if len(name) <= 24 else f"{name[:23]}…"
 
 
 def partition_words(names: Sequence[str], most: int = 24) -> str:

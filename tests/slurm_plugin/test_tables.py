@@ -154,3 +154,11 @@ def test_a_terminal_of_eighty_columns_has_no_line_that_is_longer(cluster: Record
     assert any(line.startswith("left out") for line in lines)
     assert [line for line in lines if len(line) > 80] == []
     assert "\x1b" not in seen.decode()
+
+
+def test_columns_that_say_nothing_make_room_first() -> None:
+    columns = [Column("name", "NAME", left=True, cuts=True), Column("gpu", "GPU"), Column("note", "NOTE", left=True)]
+    rows = [[("train-resnet50-imagenet", ""), ("-", ""), ("waits for its data", "")] for _ in range(2)]
+    lines = table(columns, rows, color=False, width=44)
+    assert lines[0].split() == ["NAME", "NOTE"]
+    assert "train-resnet50-imagenet  waits for its data" in lines[1]

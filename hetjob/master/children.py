@@ -44,14 +44,7 @@ _GRACE_S = 10.0  # a dispatcher writes its summary and data workers finish their
 
 
 class Launcher(Protocol):
-    """How the children of one service are started.
-
-    Attributes:
-        leave_s: how long data workers have to end because their dispatcher does, before they are signalled. A step of
-            Slurm that ends by itself is not called aborted or cancelled in its log.
-    """
-
-    leave_s: float
+    """How the children of one service are started."""
 
     def dispatcher(self) -> Child:
         """Start the dispatcher."""
@@ -84,7 +77,6 @@ class Service:
         self._address_file = address_file
         self._children: dict[str, Child] = {}
         self._ended: list[ChildEnded] = []
-        self._signal_at: float | None = None
         self._kill_at: float | None = None
         self._act: dict[type[Instruction], Callable[[Any], None]] = {
             StartDispatcher: self._start_dispatcher,
@@ -128,8 +120,6 @@ class Service:
             self._handle(DispatcherReady())
         self._reap()
         now = time.monotonic()
-        if self._signal_at is not None and now >= self._signal_at:
-            self._signal_all()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             for name, child in self._children.items():
@@ -141,7 +131,7 @@ class Service:
         return received
 
     def _timeout_s(self, limit_s: float) -> float:
-        times = [time_s for time_s in (self._state.next_due(), self._signal_at, self._kill_at) if time_s is not None]
+        times = [time_s for time_s in (self._state.next_due(), self._kill_at) if time_s is not None]
         timeout_s = min([limit_s, *(time_s - time.monotonic() for time_s in times)])
         if self.phase is Phase.STARTING:
             timeout_s = min(timeout_s, _READY_POLL_S)
@@ -200,17 +190,7 @@ class Service:
 
     def _stop_all(self, instruction: StopAll) -> None:
         log.info("stopping: %s", instruction.reason)
-        now = time.monotonic()
-        self._kill_at = now + _GRACE_S
-        dispatcher = self._children.get(DISPATCHER)
-        if dispatcher is not None and self._launcher.leave_s:
-            dispatcher.terminate()
-            self._signal_at = now + self._launcher.leave_s
-        else:
-            self._signal_all()
-        self._launcher.end_elastic()
-
-    def _signal_all(self) -> None:
-        self._signal_at = None
+        self._kill_at = time.monotonic() + _GRACE_S
         for child in self._children.values():
             child.terminate()
+        self._launcher.end_elastic()

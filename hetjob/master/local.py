@@ -275,8 +275,6 @@ class LocalLauncher:
         directory: private to this run.
     """
 
-    leave_s = 0.0
-
     def __init__(self, config: LocalConfig, directory: Path) -> None:
         self._config = config
         self._directory = directory

@@ -460,8 +460,6 @@ class SlurmLauncher:
         address: IP address for the dispatcher.
     """
 
-    leave_s = 3.0  # a data worker that is making a batch has two seconds
-
     def __init__(self, config: MasterConfig, client: SlurmClient, job: JobEnvironment, address: str) -> None:
         self._config = config
         self._client = client

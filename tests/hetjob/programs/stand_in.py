@@ -21,11 +21,9 @@ def value(name: str) -> str:
     )
 
 
-def until_terminated(service: Path | None = None) -> None:
-    """Wait for SIGTERM, or for the end of a service."""
+def until_terminated() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    while signal.sigtimedwait({signal.SIGTERM}, 0.2) is None and (service is None or service.exists()):
-        pass
+    signal.sigwait({signal.SIGTERM})
 
 
 assert sys.argv[1] == "internal"
@@ -41,13 +39,11 @@ if verb == "dispatcher":
     Path(value("--work-dir"), "journal").write_text("keys\n")
     Path(value("--address-file")).write_text(value("--bind"))
     until_terminated()
-    Path(value("--address-file")).unlink(missing_ok=True)
     Path(value("--work-dir"), "summary.json").write_text('{"loaders": [{"steps": 7}], "data_workers_seen": 2}')
 elif verb == "worker":
-    service = Path(value("--service").removeprefix("file:"))
-    if not service.exists():
+    if not Path(value("--service").removeprefix("file:")).exists():
         sys.exit("no service")
-    until_terminated(service)
+    until_terminated()
 elif verb == "writer":
     from hetstream.hetjob.job.job import JobEnvironment, ready_file
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -72,17 +73,26 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `slow.txt` names."""
-    slow = slow_tests()
+    """Mark what `slow.txt` names, and of tests with many cases all but one of some."""
+    slow, one_of = slow_tests()
+    num_cases: Counter[str] = Counter()
     for item in items:
-        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+        name = item.nodeid.partition("[")[0]
+        if not slow.isdisjoint((item.nodeid, name)):
             item.add_marker(pytest.mark.slow)
+        elif name in one_of and item.get_closest_marker("slow") is None:
+            if num_cases[name] % one_of[name]:
+                item.add_marker(pytest.mark.slow)
+            num_cases[name] += 1
 
 
-def slow_tests() -> frozenset[str]:
-    """The lines of `slow.txt`."""
+def slow_tests() -> tuple[frozenset[str], dict[str, int]]:
+    """The lines of `slow.txt`: tests and cases; and tests of which one case of some is quick, with how many."""
     lines = Path(__file__).with_name("slow.txt").read_text().splitlines()
-    return frozenset(line for line in lines if not line.startswith("#"))
+    parts = {line: re.fullmatch(r"(.*)\[1 of (\d+)\]", line) for line in lines if not line.startswith("#")}
+    return frozenset(line for line, part in parts.items() if not part), {
+        part[1]: int(part[2]) for part in parts.values() if part
+    }
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -559,9 +559,9 @@ def _changes(decisions: Sequence[Mapping[str, Any]], whose: str) -> list[str]:
     """What the controller of one stage did; empty if it did nothing."""
     if not decisions:
         return []
-    began = decisions[0]["time"]
     shown = [
-        f"  after {duration_words(row['time'] - began)}: {row['action']} {row['count']}, because {row['reason']}"
+        f"  at {time.strftime('%H:%M:%S', time.localtime(row['time']))}: "
+        f"{row['action']} {row['count']}, because {row['reason']}"
         for row in decisions[-_DECISIONS_SHOWN:]
     ]
     return ["", f"changes of the number of {whose} ({len(decisions)}, the last {_DECISIONS_SHOWN}):", *shown]

@@ -23,9 +23,9 @@ MAX_PACKED_BYTES = 2 << 20
 _MAX_BYTES = 64 << 20
 # The settings that commands look at in a reading which they need not make themselves.
 _SETTINGS = (
-    "AccountingStorageEnforce", "AccountingStorageType", "ClusterName", "MCSPlugin", "MinJobAge", "PreemptParameters",
-    "PreemptType", "PrivateData", "SchedulerParameters", "SchedulerType", "SelectType", "SelectTypeParameters",
-    "SlurmUser", "TopologyPlugin",
+    "AccountingStorageEnforce", "AccountingStorageType", "ClusterName", "JobAcctGatherType", "MCSPlugin", "MinJobAge",
+    "PreemptParameters", "PreemptType", "PrivateData", "SchedulerParameters", "SchedulerType", "SelectType",
+    "SelectTypeParameters", "SlurmUser", "TopologyPlugin",
 )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert.convert import convert
 from hetstream.hetjob.convert.directives import read_directives, read_spec
 from hetstream.hetjob.convert.plan import ClassNotPossible, HetPlan
@@ -106,5 +105,4 @@ def test_what_is_no_class_is_refused(directive: str, text: str) -> None:
 
 
 def test_a_class_alone_needs_no_data_workers_and_others_still_do() -> None:
-    with pytest.raises(UsageError, match="--data-workers=MIN"):
-        plan_of("--job-class=guaranteed --trainer-cpus=2")
+    assert "--companions=16" in (plan_of("--job-class=guaranteed --trainer-cpus=2").master_options or ())

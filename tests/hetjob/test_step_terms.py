@@ -13,7 +13,7 @@ from hetstream.hetjob.elastic.step_terms import StepTerm, StepTerms
 from hetstream.hetjob.elastic.tuning import LoadingPoints
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile, told_by
 from hetstream.mpi_dataworkers.wire.messages import EmbeddingLookups, LoaderStats, LoaderStatus, OptimizerCalls
-from hetstream.slurm_plugin.cli.job import _lines as summary_lines
+from hetstream.slurm_plugin.cli.job import _of_record
 
 UNKNOWN = StepTerm("T_data", None, None, "nothing was tried")
 
@@ -186,7 +186,7 @@ def test_the_terms_are_kept_for_why_and_shown_in_the_summary(tmp_path: Path) -> 
     ControllerStateFile(tmp_path / "elastic.json").write(ControllerState(), (), terms)
     assert told_by(tmp_path).step_terms == terms
     summary = json.loads(json.dumps({"elastic": {"step_terms": [msgspec.structs.asdict(term) for term in terms]}}))
-    lines = summary_lines(summary, tmp_path)
+    lines = _of_record(summary, tmp_path)[1].lines
     at = lines.index("parts of a step:")
     assert lines[at + 1 : at + 3] == [
         "  T_grad + T_upd: 30 ms ± 1 ms: 8 readings",

@@ -238,7 +238,9 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
     (directory / "gres.conf").write_text(render.gres_conf(spec))
     if spec.network is not None:
         spec.hosts_file.write_text(spec.network.hosts_file(socket.gethostname()))
-    cgroup_conf = render.cgroup_conf(programs.version, cgroups=spec.cgroups)
+    cgroup_conf = render.cgroup_conf(
+        programs.version, cgroups=spec.cgroups, has_gpus=any(group.gpus for group in spec.groups)
+    )
     if cgroup_conf is not None:
         (directory / "cgroup.conf").write_text(cgroup_conf)
     if spec.lua_plugins:

@@ -17,8 +17,8 @@ from tests.devcluster import kernel
 from tests.devcluster.render import version_tuple
 
 ROOT = Path("/sys/fs/cgroup")
-# Of proctrack/cgroup, and of task/cgroup with ConstrainDevices.
-HIERARCHIES = ("freezer", "devices")
+# Of proctrack/cgroup, and of task/cgroup with ConstrainDevices and ConstrainRAMSpace.
+HIERARCHIES = ("freezer", "devices", "memory")
 # Slurm 25.05 has dropped cgroup v1.
 FIRST_WITHOUT_V1 = (25, 5)
 

@@ -46,16 +46,18 @@ def gres_conf(spec: ClusterSpec) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def cgroup_conf(version: str, *, cgroups: bool = False) -> str | None:
+def cgroup_conf(version: str, *, cgroups: bool = False, has_gpus: bool = True) -> str | None:
     """The text of cgroup.conf, or None for a Slurm that needs none.
 
     Args:
         version: Slurm's version, for example `24.11.5`.
         cgroups: Slurm is to use them.
+        has_gpus: whether there are devices to be kept from jobs.
     """
     if cgroups:
-        # Nodes of one machine share its memory and CPUs; only devices can be kept apart.
-        return "CgroupPlugin=cgroup/v1\nConstrainDevices=yes\n"
+        # Nodes of one machine share its CPUs; a job's devices and memory can be kept apart.
+        devices = "ConstrainDevices=yes\n" if has_gpus else ""
+        return f"CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n{devices}"
     # Since 24.11 slurmd ends when it cannot use the cgroups; 22.05 does not know the value "disabled".
     return "CgroupPlugin=disabled\n" if version_tuple(version) >= (24, 11) else None
 

@@ -73,7 +73,7 @@ def test_every_problem_is_reported_at_once_with_its_line() -> None:
     with pytest.raises(DirectiveError) as caught:
         spec_of(script)
     text = str(caught.value)
-    assert text.startswith("train.sbatch line 2: --data-worker is unknown (did you mean --data-workers?); valid are --")
+    assert text.startswith("train.sbatch line 2: --data-worker is unknown (did you mean --data-workers?); line 3")
     assert "line 3: --data-workers=8-2x: write MIN or MIN-MAX" in text
     assert "line 3: --data-worker-cpus needs a value: --data-worker-cpus=[MIN-]N" in text
     assert "\n" not in text

@@ -95,7 +95,8 @@ def test_samples_that_write_seldom_are_made_no_further_ahead_than_with_torch(
     three: Any, tmp_path: Path, run_program: Any
 ) -> None:
     found = run_program(SELDOM, tmp_path, **environment(three.name, {}))
-    assert found.stdout == "420 399 799 1199 1599 \n", found.stderr
+    # A step that goes to an idle data worker as the other one begins it is made twice.
+    assert [*dict.fromkeys(found.stdout.split())] == ["420", "399", "799", "1199", "1599"], found.stderr
     assert "local" not in found.stderr
 
 

@@ -83,10 +83,12 @@ def test_every_node_has_a_port_of_its_own() -> None:
     assert ports == list(range(21001, 21009))
 
 
-def test_control_groups_are_for_processes_and_devices() -> None:
+def test_control_groups_are_for_processes_devices_and_memory() -> None:
     lines = slurm_conf(spec_of(cgroups=True)).splitlines()
     assert {"ProctrackType=proctrack/cgroup", "TaskPlugin=task/cgroup"} <= {*lines}
-    assert cgroup_conf("22.05.8", cgroups=True) == "CgroupPlugin=cgroup/v1\nConstrainDevices=yes\n"
+    memory = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n"
+    assert cgroup_conf("22.05.8", cgroups=True) == f"{memory}ConstrainDevices=yes\n"
+    assert cgroup_conf("22.05.8", cgroups=True, has_gpus=False) == memory
 
 
 @pytest.mark.parametrize(

@@ -207,9 +207,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "private": {
         "checkpoint/integrations/huggingface.py": "FlashCheckpointCallback.resume_folder*7",
-        "hetjob/master/block.py": "data_workers",
-        "hetjob/master/children.py": "Service._last_words",
-        "hetjob/master/local.py": "_await_dispatcher",
+        "hetjob/master/local.py": "LocalLauncher.last_words",
         "mpi_dataworkers/process/children.py": "keep_apart",
         "hetjob/job/processes.py": "_is_nobodys*2 remove_leftovers*2 temporary_directory*5",
         "mpi_dataworkers/features/native.py": "_compiled _loaded library",

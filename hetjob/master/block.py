@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import make_private
+from hetstream.base.process import with_job
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job.processes import signals_held, temporary_directory
 from hetstream.hetjob.master.children import Service
-from hetstream.hetjob.master.local import MOST_DATA_WORKERS, READY_LIMIT_S, LocalConfig, LocalLauncher
+from hetstream.hetjob.master.local import MOST_DATA_WORKERS, READY_LIMIT_S, LocalConfig, LocalLauncher, not_ready
 from hetstream.hetjob.master.state import MasterState, Phase
+from hetstream.mpi_dataworkers.process.config import service_from_environment
 
-_SERVICE = "HETSTREAM_SERVICE"
 # How long the thread may be late to see the end of the block; a child that ends wakes nobody here.
 _LOOK_S = 0.2
 
@@ -41,35 +42,43 @@ def data_workers(count: int, processes: int = 1) -> Iterator[None]:
         UsageError: the numbers cannot be meant.
         MasterError: the service did not start, or there is one already.
     """
-    if os.environ.get(_SERVICE):
-        raise MasterError(f"this program has data workers already ({_SERVICE} is set): leave out `data_workers`")
+    if service_from_environment() is not None:
+        raise MasterError("this program has data workers already (HETSTREAM_SERVICE is set): leave out `data_workers`")
     for name, number in (("count", count), ("processes", processes)):
         if type(number) is not int or not 1 <= number <= MOST_DATA_WORKERS:
             raise UsageError(f"data_workers({name}={number!r}): a whole number from 1 to {MOST_DATA_WORKERS}")
     config = LocalConfig((sys.executable, "-m", "hetstream"), (sys.executable,), count, processes)
     with temporary_directory() as directory:
         make_private(directory)
-        address = directory / "address"
-        state = MasterState(config.data_workers)
-        service = Service(state, LocalLauncher(config, directory), address)
+        launcher = LocalLauncher(config, directory)
+        service = Service(MasterState(config.data_workers), launcher, directory / "address")
         is_over, is_ready = threading.Event(), threading.Event()
         thread = threading.Thread(target=_keep, args=(service, is_over, is_ready), name="hetstream-service")
-        thread.start()
         try:
+            thread.start()
             if not is_ready.wait(READY_LIMIT_S) or service.phase is not Phase.RUNNING:
-                log = LocalLauncher(config, directory).log_of("dispatcher")
-                text = log.read_text(errors="replace").strip()[-2000:] if log is not None and log.exists() else ""
-                raise MasterError(
-                    f"the dispatcher was not ready within {READY_LIMIT_S:g} s. It said: {text or 'nothing'}"
-                )
-            os.environ[_SERVICE] = f"file:{address}"
-            try:
+                raise not_ready(launcher)
+            with _variables(with_job({"HETSTREAM_SERVICE": f"file:{directory / 'address'}"}, os.environ)):
                 yield
-            finally:
-                os.environ.pop(_SERVICE, None)
         finally:
             is_over.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
+
+
+@contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have variables in the environment, and then those of before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _keep(service: Service, is_over: threading.Event, is_ready: threading.Event) -> None:

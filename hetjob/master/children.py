@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.05  # the address file is looked for this often, only until it is there
 _LONGEST_WAIT_S = 5.0  # children wake the loop at once; this only bounds the cost of a missed wake-up
-_LAST_WORDS = 2000  # characters of the log of a child that has died
 _GRACE_S = 10.0  # a dispatcher writes its summary and data workers finish their batch; then SIGKILL
 
 
@@ -58,8 +57,8 @@ class Launcher(Protocol):
     def end_elastic(self) -> None:
         """Ask it to end, and its companions with it; returns at once."""
 
-    def log_of(self, name: str) -> Path | None:
-        """The file that a child's output goes to; None where it is this process's own output."""
+    def last_words(self, name: str) -> str:
+        """What is to be said of a child's output, behind that it has died; "" where its log stays to be read."""
 
 
 class Service:
@@ -154,17 +153,8 @@ class Service:
             if expected:
                 log.debug("%s ended with %d", event.name, event.returncode)
             else:
-                log.warning("%s ended with %d%s", event.name, event.returncode, self._last_words(event.name))
+                log.warning("%s ended with %d%s", event.name, event.returncode, self._launcher.last_words(event.name))
             self._handle(event)
-
-    def _last_words(self, name: str) -> str:
-        """The end of a child's log: the file of a local run is gone when somebody wants to read it."""
-        path = self._launcher.log_of(name)
-        try:
-            text = "" if path is None else path.read_text(errors="replace").strip()[-_LAST_WORDS:]
-        except OSError:
-            return ""
-        return f"; the end of its log ({path}):\n{text}" if text else ""
 
     def _start_dispatcher(self, instruction: StartDispatcher) -> None:
         self._start(DISPATCHER, instruction.reason, self._launcher.dispatcher)

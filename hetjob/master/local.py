@@ -35,6 +35,7 @@ from hetstream.mpi_dataworkers.wire.messages import Device
 READY_LIMIT_S = 30.0
 _COOLDOWN_S = 7.0  # no queue is between a decision and a data worker; the rates show a change after 6 s
 _MOST_AT_START = 8
+_LAST_WORDS_BYTES = 2000
 MOST_DATA_WORKERS = 1024  # of one host; more is a slip of the finger
 _END_S, _LOOK_S = 5.0, 0.02  # a data worker that was told to ends within 2 s
 _IDLE_S = 5.0  # the program's end wakes the wait at once
@@ -165,7 +166,7 @@ def _run_with_service(
     service = Service(state, launcher, directory / "address")
     try:
         service.begin()
-        interrupted = _await_dispatcher(service, directory)
+        interrupted = _await_dispatcher(service, launcher)
         if interrupted is not None:
             return LocalResult(128 + interrupted)
         variables = hook_environment(f"file:{directory / 'address'}", environ)
@@ -176,7 +177,15 @@ def _run_with_service(
     return LocalResult(returncode, {**read_summary(directory / "dispatcher"), **launcher.summary()})
 
 
-def _await_dispatcher(service: Service, directory: Path) -> int | None:
+def not_ready(launcher: LocalLauncher) -> MasterError:
+    """That the dispatcher does not come, with what it has said."""
+    return MasterError(
+        f"the dispatcher was not ready within {READY_LIMIT_S:g} s{launcher.last_words(DISPATCHER)}. "
+        "Run it by hand: hetstream internal dispatcher --help"
+    )
+
+
+def _await_dispatcher(service: Service, launcher: LocalLauncher) -> int | None:
     """Wait until the dispatcher can be reached; return a signal's number if one came first."""
     deadline = time.monotonic() + READY_LIMIT_S
     while service.phase is Phase.STARTING:
@@ -184,11 +193,7 @@ def _await_dispatcher(service: Service, directory: Path) -> int | None:
         if received is not None:
             return received.si_signo
         if time.monotonic() > deadline:
-            said = (directory / "dispatcher.log").read_text(errors="replace").strip()[-2000:]
-            raise MasterError(
-                f"the dispatcher was not ready within {READY_LIMIT_S:g} s. It said: {said or 'nothing'}. "
-                "Run it by hand: hetstream internal dispatcher --help"
-            )
+            raise not_ready(launcher)
     return None
 
 
@@ -259,12 +264,13 @@ class LocalCompanions:
         child = self._children.pop(name, None)
         if child is None:
             return
-        child.terminate()
-        deadline = time.monotonic() + _END_S
-        while child.poll() is None:
-            if time.monotonic() > deadline:
-                child.kill()
-            time.sleep(_LOOK_S)
+        for end in (child.terminate, child.kill):
+            end()
+            deadline = time.monotonic() + _END_S
+            while child.poll() is None and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            if child.poll() is not None:
+                return
 
 
 class LocalLauncher:
@@ -327,6 +333,19 @@ class LocalLauncher:
             return {}
         of_jobs = ("companions", "companion_cpu_s", "companion_cpu_s_in_holes")
         return {"elastic": {name: value for name, value in self._elastic.summary().items() if name not in of_jobs}}
+
+    def last_words(self, name: str) -> str:
+        """The end of a child's log, which is gone when somebody wants to read it."""
+        path = self.log_of(name)
+        try:
+            if path is None:
+                return ""
+            with path.open("rb") as log:
+                log.seek(max(0, path.stat().st_size - _LAST_WORDS_BYTES))
+                text = log.read(_LAST_WORDS_BYTES).decode(errors="replace").strip()
+        except OSError:
+            return ""
+        return f"; the end of its log ({path}):\n{text}" if text else ""
 
     def log_of(self, name: str) -> Path | None:
         """The file that a child's output goes to, for as long as the run lasts."""

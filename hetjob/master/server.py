@@ -503,6 +503,10 @@ class SlurmLauncher:
         """The file that a child's output goes to."""
         return self._job.directory / log_name(name)
 
+    def last_words(self, _: str) -> str:
+        """Nothing: the logs are in the job's directory."""
+        return ""
+
     def begin_elastic(self) -> None:
         """Let the elastic controllers submit companions."""
         for elastic in self.stages.all:

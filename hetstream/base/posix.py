@@ -50,7 +50,8 @@ def signals(*names: str) -> tuple[signal.Signals, ...]:
 
 def realtime_signal(before_last: int) -> int:
     """A real-time signal by its distance from the last one; SIGTERM where there are none."""
-    return getattr(signal, "SIGRTMAX", signal.SIGTERM + before_last) - before_last
+    last: int | None = getattr(signal, "SIGRTMAX", None)
+    return signal.SIGTERM if last is None else last - before_last
 
 
 def register_at_fork(**functions: Callable[[], object]) -> None:

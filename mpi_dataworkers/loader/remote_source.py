@@ -109,6 +109,8 @@ class SamplerAhead:
 # Longest wait for data workers that are there and deliver nothing: they may never get what torch's own worker has. A
 # large dataset takes minutes to its first step.
 _LATE_FOR_S = 240.0
+# After a `timeout`, for the processes that hang; they have a second to leave.
+_GONE_WITHIN_S = 3.0
 # Of a loader's `timeout`, what data workers have for a step before torch's own worker process begins with it, too.
 _TIMEOUT_SHARE = 0.5
 # At shared memory of the program, for each step; what takes longer is looked at less often.
@@ -394,7 +396,7 @@ class RemoteSource:
             if not has_witness:
                 # What hangs is not to keep the next pass waiting, which has as little time.
                 self.close()
-                self._connection.end_processes()
+                self._client.end_processes(_GONE_WITHIN_S)
                 raise timed_out(timeout_s) from None
             taken = (
                 0,

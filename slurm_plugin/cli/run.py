@@ -94,11 +94,12 @@ def run(args: argparse.Namespace) -> int:
 
         return run_explained(args)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    most = max(1, len(os.sched_getaffinity(0)) // max(1, args.worker_processes))
     config = LocalConfig(
         program=own_program(),
         command=tuple(command),
         data_workers=args.data_workers or 0,
-        most_data_workers=len(os.sched_getaffinity(0)) if args.data_workers is None else 0,
+        most_data_workers=most if args.data_workers is None else 0,
         worker_processes=args.worker_processes,
         worker_threads=args.worker_threads,
         show_logs=args.verbose,

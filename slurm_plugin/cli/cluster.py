@@ -42,7 +42,7 @@ from hetstream.slurm_plugin.client.model import (
 from hetstream.slurm_plugin.client.read import knows_held_cpus, without_types
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.slurm_units import compress
-from hetstream.slurm_plugin.insight.advise import Advice, advise, would_start
+from hetstream.slurm_plugin.insight.advise import Advice, advise, headline, would_start
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
 from hetstream.slurm_plugin.insight.node_table import Shape, gres_words
 from hetstream.slurm_plugin.insight.proposals import NextSubmission, Remembered, ended_jobs, next_submissions, remember
@@ -76,7 +76,6 @@ examples:
 {EXIT_CODES}"""
 # The most frequent; a busy site has thousands.
 MOST_SHAPES = 20
-_MOST_NAMED = 5
 _BAD, _WORSE = 0.25, 0.5
 
 
@@ -160,22 +159,10 @@ def frag_report(found: Fragmentation, snapshot: Snapshot, helped: Sequence[str] 
     )
     sections = (nodes, shapes, types, left_out, elsewhere)
     summary["would_start_with_data_workers"] = list(helped)
-    lines = [*_sentence(found, helped), *_lines(found)]
+    sentence = headline(found, helped)
+    lines = [f"{sentence} (hetstream advise)" if helped else sentence] if sentence else []
+    lines += _lines(found)
     return Report(meta_of("frag", snapshot), summary, lines, sections, _notes(found, snapshot.nodes))
-
-
-def _sentence(found: Fragmentation, helped: Sequence[str]) -> list[str]:
-    """What is to be known first."""
-    free, stranded = found.total("gpus_free"), found.total("stranded_gpus")
-    if not free:
-        return []
-    if not stranded:
-        return [f"none of {free:,} free GPUs is stranded: pending jobs can use them all, or none waits"]
-    head = f"{stranded:,} of {free:,} free GPUs {'is' if stranded == 1 else 'are'} stranded"
-    if not helped:
-        return [f"{head}: no pending job can use them as it is"]
-    named = ", ".join(helped[:_MOST_NAMED]) + (f" and {len(helped) - _MOST_NAMED} more" * (len(helped) > _MOST_NAMED))
-    return [f"{head}: job{'s' * (len(helped) > 1)} {named} would start with data workers (hetstream advise)"]
 
 
 def _lines(found: Fragmentation) -> list[str]:

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import errno
 import os
+import platform
+import shlex
 import stat
 import sys
 import time
@@ -95,6 +97,10 @@ def run_report(args: argparse.Namespace) -> int:
         write_whole(Path(args.html), page(seen, samples, prices), 0o600 if hidden else 0o666)
         if hidden:
             note = f"{hidden} hides a part of the cluster from some users: nobody else can read {args.html}"
+            report = replace(report, notes=(*report.notes, note))
+        if (path := Path(args.html).resolve()).is_file():
+            where = shlex.quote(f"{platform.node()}:{path}")
+            note = f"the page is in {args.html}: open it in a browser, from another machine after scp {where} ."
             report = replace(report, notes=(*report.notes, note))
     emit(args, report)
     return 0

@@ -7,7 +7,7 @@ loads data with them is for its user to say).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,7 +15,7 @@ from hetstream.hetjob.convert.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from hetstream.hetjob.job.ended_job import EndedJob
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.model import Job, Snapshot
-from hetstream.slurm_plugin.insight.fragmentation import measure_table, shapes_on
+from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure_table, shapes_on
 from hetstream.slurm_plugin.insight.node_table import Hardware, NodeTable, alike_jobs, shape_of
 from hetstream.slurm_plugin.insight.why import Explainer
 
@@ -23,6 +23,7 @@ from hetstream.slurm_plugin.insight.why import Explainer
 MUCH_WAITING = 0.05
 # Slurm's own measure: GPUs less busy than this while the CPUs are busier than that look as if data were lacking.
 IDLE_GPUS, BUSY_CPUS = 0.5, 0.8
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,25 @@ def advise(
             key=lambda finding: (order.index(finding.basis), -(finding.gpu_hours_per_day or 0.0), -finding.cpus_freed),
         )
     )
+
+
+def headline(found: Fragmentation, helped: Sequence[str]) -> str:
+    """What is to be known first, in one sentence; empty where no GPU is free.
+
+    Args:
+        found: the cluster.
+        helped: labels of pending jobs that would start with data workers.
+    """
+    free, stranded = found.total("gpus_free"), found.total("stranded_gpus")
+    if not free:
+        return ""
+    if not stranded:
+        return f"none of {free:,} free GPUs is stranded: pending jobs can use them all, or none waits"
+    head = f"{stranded:,} of {free:,} free GPUs {'is' if stranded == 1 else 'are'} stranded"
+    if not helped:
+        return f"{head}: no pending job can use them as it is"
+    named = ", ".join(helped[:_MOST_NAMED]) + (f" and {len(helped) - _MOST_NAMED} more" * (len(helped) > _MOST_NAMED))
+    return f"{head}: job{'s' * (len(helped) > 1)} {named} would start with data workers"
 
 
 def _starving(job: Job, wait: float) -> Advice:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise, zip_longest
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,10 @@ from hetstream.slurm_plugin.insight.shared_gpus import IdleTrainer, SharingRow, 
 from hetstream.slurm_plugin.render.tables import Column, Section
 
 Point = tuple[float, float | None]
+# A place on the x axis, and what is to be read there when it is pointed at.
+Hint = tuple[float, str]
+# Classes of fills and names of patterns: of nodes by their class, and of jobs by their cause.
+CLASSES, CAUSES = ("f", "p"), ("c", "q")
 
 _DASHES = ("", "7 4", "9 3 2 3", "2 3", "12 4", "1 5")
 _MARKS = (
@@ -33,6 +38,10 @@ _TOP, _BOTTOM, _LEFT = 12, 28, 42
 _CHAR, _LINE = 7.4, 14
 # Samples farther apart than this many times the usual are not joined by a line: nobody looked in between.
 _GAP = 3.0
+# Between ticks of times.
+_CLOCK_STEPS_S = (
+    1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 2 * 86400, 7 * 86400, 14 * 86400,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,9 @@ class Axis:
         return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
 
 
-def line_chart(series: Sequence[Series], x: Axis, y: Axis, width: int, height: int, title: str) -> str:
+def line_chart(
+    series: Sequence[Series], x: Axis, y: Axis, width: int, height: int, title: str, hints: Sequence[Hint] = ()
+) -> str:
     """Lines with their names at their ends."""
     right = 12 + _CHAR * max((len(curve.name) + 2 for curve in series), default=0)
     plot = _Plot(x, y, width, height, right)
@@ -83,28 +94,62 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, width: int, height: i
         parts.append(
             f'<path class="line s{curve.style}" d="{_path(curve, plot)}" stroke-dasharray="{_DASHES[curve.style]}"/>'
         )
+        # The last mark stands at the name.
         every = max(1, math.ceil(len(known) / 6))
-        parts += [_mark(curve.style, *at) for at in known[-1::-every]]
+        parts += [_mark(curve.style, *at) for at in known[-1 - every :: -every]]
         ends.append((known[-1][1], curve))
     places = _spread([at for at, _ in ends], _TOP, height - _BOTTOM)
     edge = width - right + 6
     for (_, curve), label_y in zip(ends, places, strict=True):
         parts.append(_mark(curve.style, edge + 4, label_y))
         parts.append(f'<text x="{edge + 12:.0f}" y="{label_y + 4:.1f}">{escape(curve.name)}</text>')
-    return _svg(width, height, title, parts)
+    return _svg(width, height, title, [*parts, *plot.pointed_at(hints)])
+
+
+def stacked_areas(
+    layers: Sequence[Series], x: Axis, y: Axis, width: int, height: int, title: str,
+    paint: tuple[str, str] = CLASSES, hints: Sequence[Hint] = (),
+) -> str:  # fmt: skip
+    """Areas one upon the other, the first at the bottom.
+
+    Args:
+        layers: with the same places on the x axis; where a value is None, nothing is drawn.
+        paint: which fills and patterns.
+    """
+    plot = _Plot(x, y, width, height, 8)
+    parts = [*plot.axes()]
+    places = [at for at, _ in layers[0].points] if layers else []
+    heights = [[*accumulate(layer.points[place][1] or 0.0 for layer in layers)] for place in range(len(places))]
+    gaps = [place for place in range(len(places)) if any(layer.points[place][1] is None for layer in layers)]
+    for start, stop in pairwise([-1, *gaps, len(places)]):
+        run = range(start + 1, stop)
+        # What was seen once is a stroke.
+        half = 1.0 if len(run) == 1 else 0.0
+        for level, layer in enumerate(layers):
+            if not any(layer.points[place][1] for place in run):
+                continue
+            top = [(plot.x(places[place]), plot.y(heights[place][level])) for place in run]
+            ground = [(plot.x(places[place]), plot.y(heights[place][level - 1] if level else 0.0)) for place in run]
+            edge = [(top[0][0] - half, top[0][1]), *top, (top[-1][0] + half, top[-1][1])]
+            edge += [(ground[-1][0] + half, ground[-1][1]), *reversed(ground), (ground[0][0] - half, ground[0][1])]
+            outline = "L".join(f"{at:.1f} {high:.1f}" for at, high in edge)
+            parts.append(_painted("path", f'd="M{outline}z"', paint, layer.style))
+    return _svg(width, height, title, [*parts, *plot.pointed_at(hints)])
 
 
 def stacked_bars(
-    bars: Sequence[tuple[float, Sequence[float]]], x: Axis, y: Axis, width: int, height: int, title: str
-) -> str:
-    """Bars of parts, the first part at the bottom; part N has fill `fN` and pattern `pN`.
+    bars: Sequence[tuple[float, Sequence[float]]], x: Axis, y: Axis, width: int, height: int, title: str,
+    paint: tuple[str, str] = CLASSES, hints: Sequence[Hint] = (),
+) -> str:  # fmt: skip
+    """Bars of parts, the first part at the bottom; with hints each has its sum at its top.
 
     Args:
         bars: (x, size of each part).
+        paint: which fills and patterns.
     """
     plot = _Plot(x, y, width, height, 8)
     slot = min((b - a for (a, _), (b, _) in pairwise(bars)), default=x.high - x.low)
-    thick = max(2.0, min(28.0, 0.86 * (width - _LEFT - 8) * slot / ((x.high - x.low) or 1.0)))
+    thick = max(2.0, min(64.0, 0.86 * (width - _LEFT - 8) * slot / ((x.high - x.low) or 1.0)))
     parts = [*plot.axes()]
     for at, sizes in bars:
         left = min(max(plot.x(at) - thick / 2, _LEFT), width - 8 - thick)
@@ -113,33 +158,44 @@ def stacked_bars(
             if size:
                 top_y, bottom_y = plot.y(bottom + size), plot.y(bottom)
                 box = f'x="{left:.1f}" y="{top_y:.1f}" width="{thick:.1f}" height="{bottom_y - top_y:.1f}"'
-                parts.append(f'<rect class="f{place}" {box}/><rect fill="url(#p{place})" {box}/>')
+                parts.append(_painted("rect", box, paint, place))
             bottom += size
-    return _svg(width, height, title, parts)
+        if hints and bottom:
+            where = f'x="{left + thick / 2:.1f}" y="{plot.y(bottom) - 4:.1f}"'
+            parts.append(f'<text {where} text-anchor="middle">{bottom:,.0f}</text>')
+    return _svg(width, height, title, [*parts, *plot.pointed_at(hints)])
 
 
-def cell(name: str, value: str, kind: int, hint: str, large: bool) -> str:
+def _painted(shape: str, form: str, paint: tuple[str, str], kind: int) -> str:
+    """A shape twice: with a fill, and with the pattern that says the same without colours."""
+    return f'<{shape} class="{paint[0]}{kind}" {form}/><{shape} fill="url(#{paint[1]}{kind})" {form}/>'
+
+
+def cell(name: str, value: str, kind: int, hint: str, large: bool, level: float = 1.0, which: str = "") -> str:
     """One node of a heat map: a pattern and a colour, and where there is room its name and value.
 
     Args:
         kind: which fill and pattern.
         hint: shown when it is pointed at.
+        level: up to where it is filled.
+        which: attribute by which pages choose it; HTML.
     """
     title = f"<title>{escape(hint)}</title>"
+    width, height = (82, 46) if large else (20, 20)
+    full = f'<rect class="f{kind}" y="{height * (1 - level):.0f}" width="{width}" height="{height * level:.0f}"/>'
+    head = f'<svg class="cell" width="{width}" height="{height}" role="img"{which}>{title}{full}'
     if not large:
-        body = f'<rect class="f{kind}" width="20" height="20"/><rect fill="url(#p{kind})" width="20" height="20"/>'
-        return f'<svg class="cell" width="20" height="20" role="img">{title}{body}</svg>'
+        return f'{head}<rect fill="url(#p{kind})" width="20" height="20"/></svg>'
     shown = name if len(name) <= 11 else f"{name[:5]}…{name[-5:]}"
     return (
-        f'<svg class="cell" width="82" height="46" role="img">{title}<rect class="f{kind}" width="82" height="46"/>'
-        f'<rect fill="url(#p{kind})" y="36" width="82" height="10"/>'
+        f'{head}<rect fill="url(#p{kind})" y="36" width="82" height="10"/>'
         f'<text class="on{kind} name" x="41" y="14">{escape(shown)}</text>'
         f'<text class="on{kind} value" x="41" y="31">{escape(value)}</text></svg>'
     )
 
 
 def patterns() -> str:
-    """The patterns that `stacked_bars` and `cell` refer to; once in a page."""
+    """The patterns that fills have; once in a page. Those of causes are of the card's colour, on any fill."""
     shapes = (
         '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4" stroke-width="2"/>',
         '<path d="M0 8l8-8M-2 2l4-4M6 10l4-4" stroke-width="0.8"/>',
@@ -149,17 +205,22 @@ def patterns() -> str:
         '<path d="M0 0l8 8M8 0l-8 8" stroke-width="0.8"/>',
     )
     defined = "".join(
-        f'<pattern id="p{place}" class="pattern on{place}" width="8" height="8" patternUnits="userSpaceOnUse">{shape}'
+        f'<pattern id="{name}{place}" class="pattern {ink}" width="8" height="8" patternUnits="userSpaceOnUse">{shape}'
         "</pattern>"
         for place, shape in enumerate(shapes)
+        for name, ink in (("p", f"on{place}"), ("q", "cut"))
     )
     return f'<svg width="0" height="0" aria-hidden="true" style="position:absolute"><defs>{defined}</defs></svg>'
 
 
-def swatch(kind: int) -> str:
-    """A piece of a fill and its pattern, for legends."""
+def legend(names: Iterable[tuple[int, str]], paint: tuple[str, str] = CLASSES) -> str:
+    """Fills with their patterns, and what they are."""
     box = 'width="20" height="14"'
-    return f'<svg {box} aria-hidden="true"><rect class="f{kind}" {box}/><rect fill="url(#p{kind})" {box}/></svg>'
+    items = "".join(
+        f'<li><svg {box} aria-hidden="true">{_painted("rect", box, paint, kind)}</svg> {escape(name)}</li>'
+        for kind, name in names
+    )
+    return f'<ul class="legend">{items}</ul>'
 
 
 def with_gaps(points: Sequence[Point]) -> list[Point]:
@@ -189,6 +250,19 @@ def share_axis(high: float = 1.0) -> Axis:
     return Axis(0.0, step * num, [(step * place, f"{100 * step * place:,.0f} %") for place in range(num + 1)])
 
 
+def time_axis(start_s: float, end_s: float, most: int) -> Axis:
+    """An axis of moments with ticks at round times of the clock here, no two of which have the same label."""
+    span_s = end_s - start_s
+    step_s = next(
+        (step for step in _CLOCK_STEPS_S if span_s <= step * most), 30 * 86400 * math.ceil(span_s / (30 * 86400 * most))
+    )
+    form = "%d %b" if step_s >= 86400 else "%d %b %H:%M" if span_s >= 86400 else "%H:%M" if step_s >= 60 else "%H:%M:%S"
+    ahead_s = (datetime.fromtimestamp(start_s).astimezone().utcoffset() or timedelta()).total_seconds()
+    first_s = math.ceil((start_s + ahead_s) / step_s) * step_s - ahead_s
+    moments = [first_s + step_s * place for place in range(math.floor((end_s - first_s) / step_s) + 1)]
+    return Axis(start_s, end_s, [(at, datetime.fromtimestamp(at).strftime(form)) for at in moments])
+
+
 def ticked(low: float, high: float, num_ticks: int, text: Callable[[float], str]) -> Axis:
     """An axis with ticks at even distances."""
     step = (high - low) / max(1, num_ticks - 1)
@@ -214,14 +288,24 @@ class _Plot:
             at = self.y(value)
             parts.append(f'<line class="grid" x1="{_LEFT}" y1="{at:.1f}" x2="{end:.1f}" y2="{at:.1f}"/>')
             parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{escape(text)}</text>')
-        last = len(self._x.ticks) - 1
-        for place, (value, text) in enumerate(self._x.ticks):
-            anchor = "start" if place == 0 else "end" if place == last else "middle"
+        for value, text in self._x.ticks:
+            at, half = self.x(value), _CHAR / 2 * len(text)
+            anchor = "start" if at < half else "end" if at + half > self._width else "middle"
             parts.append(
-                f'<text class="tick" x="{self.x(value):.1f}" y="{ground + 18}" text-anchor="{anchor}">'
-                f"{escape(text)}</text>"
+                f'<text class="tick" x="{at:.1f}" y="{ground + 18}" text-anchor="{anchor}">{escape(text)}</text>'
             )
         return parts
+
+    def pointed_at(self, hints: Sequence[Hint]) -> list[str]:
+        """A band for each hint, as far as to the middle between it and the next; it shows when it is pointed at."""
+        places = [self.x(at) for at, _ in hints]
+        edges = [float(_LEFT), *((a + b) / 2 for a, b in pairwise(places)), self._width - self._right]
+        high = self._height - _TOP - _BOTTOM
+        return [
+            f'<rect class="band" x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{high}">'
+            f"<title>{escape(text)}</title></rect>"
+            for (_, text), (left, right) in zip(hints, pairwise(edges), strict=False)
+        ]
 
 
 def _path(curve: Series, plot: _Plot) -> str:
@@ -323,18 +407,21 @@ def tiles(shown: Iterable[tuple[str, str, str]]) -> str:
     return f'<dl class="tiles">{inside}</dl>'
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], empty: str) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], empty: str, which: Sequence[str] = ()) -> str:
     """A table; on phones each row is a card of its own.
 
     Args:
         head: titles of the columns.
         rows: plain values; control characters are written out.
         empty: the line in its place when there are no rows.
+        which: for each row the attribute by which pages choose it; HTML.
     """
     if not rows:
         return nothing(empty)
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    lines = "".join(f"<tr>{''.join(map(_cell, head, row))}</tr>" for row in rows)
+    lines = "".join(
+        f"<tr{mark}>{''.join(map(_cell, head, row))}</tr>" for row, mark in zip_longest(rows, which, fillvalue="")
+    )
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
 
 
@@ -354,25 +441,33 @@ STYLE = """
 body{margin:0 auto;max-width:1240px;padding:16px;background:var(--paper);color:var(--ink);
 font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;overflow-wrap:break-word}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.05rem;margin:0 0 8px}p{margin:0 0 8px;color:var(--soft)}
-header{margin-bottom:12px}
-.tiles{display:grid;grid-template-columns:repeat(6,1fr);gap:10px;margin:0 0 12px}
+h3{font-size:.88rem;margin:0 0 4px}h3 span{font-weight:400;color:var(--soft)}
+header{margin-bottom:12px}header p{margin:0}
+nav{display:flex;flex-wrap:wrap;gap:6px;align-items:center;margin:0 0 12px;color:var(--soft);font-size:.88rem}
+nav a{color:var(--ink);border:1px solid var(--rule);background:var(--card);border-radius:8px;padding:2px 10px;
+text-decoration:none;scroll-margin-top:16px}
+nav a:target,body:not(:has(.in:target)) #in0{border-color:var(--ink);font-weight:600}nav p{margin:0;flex-basis:100%}
+.tiles{display:grid;grid-template-columns:repeat(5,1fr);gap:10px;margin:0 0 12px}
 .tiles div{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:10px 12px}
 dt{color:var(--soft);font-size:.85rem}dd{margin:0}dd b{font-size:1.6rem;display:block;line-height:1.2}
 dd span{font-size:.8rem;color:var(--soft)}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:14px;margin:0 0 12px;min-width:0}
 @media(min-width:900px){body{display:grid;grid-template-columns:1fr 1fr;gap:0 12px;align-items:stretch}
-header,.tiles,.wide,footer{grid-column:1/-1}}
+header,nav,.tiles,.wide,footer{grid-column:1/-1}}
 .cells{display:flex;flex-wrap:wrap;gap:4px;margin-bottom:10px}.cell{border-radius:3px;outline:1px solid var(--rule)}
 .cell text{text-anchor:middle}.cell .name{font-size:11px}.cell .value{font-size:14px;font-weight:600}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 16px;margin:6px 0;padding:0;font-size:.85rem}
 .legend svg{vertical-align:-2px;outline:1px solid var(--rule)}
 .chart{display:block;width:100%;height:auto}.on-narrow{display:none}
 text{font-size:12px;fill:var(--ink)}.tick{fill:var(--soft);font-size:11px}.grid{stroke:var(--rule)}
+.band{fill:transparent}.band:hover{fill:var(--ink);fill-opacity:.12}
 .line{fill:none;stroke-width:2}.mark{stroke-width:1.5}
 .s0{stroke:var(--s0)}.s1{stroke:var(--s1)}.s2{stroke:var(--s2)}.s3{stroke:var(--s3)}.s4{stroke:var(--s4)}.s5{stroke:var(--s5)}
 .mark.s0{fill:var(--s0)}.mark.s1{fill:var(--s1)}.mark.s2{fill:var(--s2)}.mark.s3{fill:var(--s3)}.mark.s4{fill:var(--s4)}.mark.s5{fill:none}
-.f0{fill:var(--f0)}.f1{fill:var(--f1)}.f2{fill:var(--f2)}.f3{fill:var(--f3)}.f4{fill:var(--f4)}.f5{fill:var(--f5)}
-.on0,.on4{fill:#fff;stroke:#fff}.on1,.on3{fill:#1b1f24;stroke:#1b1f24}.on2,.on5{fill:var(--ink);stroke:var(--ink)}
+.f0{fill:var(--f0)}.f1{fill:var(--f1)}.f2{fill:var(--f2)}.f3{fill:var(--f3)}.f4{fill:var(--f4)}.f5{fill:var(--f5)}.f6{fill:var(--s5);fill-opacity:.45}
+.c0{fill:var(--s0)}.c1{fill:var(--s1)}.c2{fill:var(--s2)}.c3{fill:var(--s3)}.c4{fill:var(--s4)}.c5{fill:var(--s5)}
+.cut{fill:var(--card);stroke:var(--card)}
+.on0,.on4{fill:#fff;stroke:#fff}.on1,.on3{fill:#1b1f24;stroke:#1b1f24}.on2,.on5,.on6{fill:var(--ink);stroke:var(--ink)}
 text[class^=on]{stroke:none}
 table{border-collapse:collapse;width:100%;font-size:.88rem}
 th,td{text-align:left;padding:5px 8px 5px 0;vertical-align:top}
@@ -381,7 +476,8 @@ tbody tr+tr td{border-top:1px solid var(--rule)}td[data-label^=Wh]{overflow-wrap
 .number{font-variant-numeric:tabular-nums}.nothing{font-style:italic}
 footer{color:var(--soft);font-size:.8rem;padding:4px 2px 16px}
 @media(max-width:899px){.tiles{grid-template-columns:repeat(3,1fr)}}
-@media(max-width:560px){body{padding:10px}.tiles{grid-template-columns:1fr 1fr}.card{padding:10px}
+@media(max-width:560px){body{padding:10px}h1{font-size:1.25rem}.tiles{grid-template-columns:1fr 1fr}
+.tiles div:last-child{grid-column:1/-1}.card{padding:10px}
 .on-wide{display:none}.on-narrow{display:block}
 thead{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
 tr{display:grid;grid-template-columns:1fr 1fr;gap:0 12px;padding:7px 0}
@@ -390,7 +486,7 @@ td{display:flex;gap:6px;padding:1px 0;min-width:0}td span{min-width:0;overflow-w
 td::before{content:attr(data-label);color:var(--soft);flex:none}
 td:first-child,td[data-label^=Wh]{grid-column:1/-1}td:first-child span{font-weight:600}
 td[data-label^=Wh]{display:block}td[data-label^=Wh]::before{content:attr(data-label) ": "}}
-@media print{body{background:#fff}.card,.tiles div{break-inside:avoid}}
+@media print{nav a{display:none}body{background:#fff}.card,.tiles div{break-inside:avoid}}
 """.replace("\n", "")
 
 

@@ -18,6 +18,7 @@ from browser import Browser
 
 from hetstream.base.web import Document, WebServer
 from hetstream.slurm_plugin.cli.report import documents
+from hetstream.slurm_plugin.client.model import Partition
 from hetstream.slurm_plugin.errors import ServeError
 from hetstream.slurm_plugin.insight.observation import Reading, Sample, class_of, observe
 from hetstream.slurm_plugin.render.charts import (
@@ -27,20 +28,23 @@ from hetstream.slurm_plugin.render.charts import (
     count_axis,
     line_chart,
     share_axis,
+    stacked_areas,
     stacked_bars,
+    time_axis,
     with_gaps,
 )
-from hetstream.slurm_plugin.render.page import MAX_LARGE_CELLS, binned, page, serve_documents
+from hetstream.slurm_plugin.render.page import MAX_LARGE_CELLS, NUM_WORST, binned, page, serve_documents
 
 DESKTOP, PHONE = 1280, 390
 # Added by the test alone: the page itself has no script. A window is 500 wide at least, so the page is put in a frame.
 MEASURE = (
-    "<script>parent.postMessage('width ' + document.documentElement.scrollWidth + ' of ' + innerWidth + ' shown ' + "
-    "[...document.querySelectorAll('.chart')].filter(one => one.getBoundingClientRect().width).length, '*')</script>"
+    "<script>onload = () => parent.postMessage(`width ${document.documentElement.scrollWidth} of ${innerWidth} `"
+    " + `shown ${seen('.chart')} nodes ${seen('.cell')}`, '*');"
+    "seen = kind => [...document.querySelectorAll(kind)].filter(at => at.getBoundingClientRect().width).length</script>"
 )
 FRAME = (
     "<title>none</title><script>onmessage = said => {{ document.title = said.data }}</script>"
-    '<iframe src="measured.html" style="width:{width}px;height:900px;border:0"></iframe>'
+    '<iframe src="measured.html{view}" style="width:{width}px;height:900px;border:0"></iframe>'
 )
 
 
@@ -72,6 +76,33 @@ def test_bars_are_stacked_in_proportion() -> None:
     found = [(one.get("class"), float(one.get("height", "0"))) for one in elements(svg, "rect") if one.get("class")]
     assert found == [("f0", 25.0), ("f2", 75.0), ("f0", 50.0), ("f1", 50.0)]
     assert len([one for one in elements(svg, "rect") if one.get("fill") == "url(#p2)"]) == 1
+
+
+def test_areas_lie_on_each_other_and_end_where_nobody_looked() -> None:
+    lower = Series("a", 0, [(0, 1.0), (1, 1.0), (2, None), (3, 2.0)])
+    upper = Series("b", 2, [(0, 1.0), (1, 3.0), (2, None), (3, 0.0)])
+    svg = stacked_areas([lower, upper], Axis(0, 3, []), Axis(0, 4, []), 200, 140, "", hints=[(0, "<zero>"), (3, "x")])
+    found = [(one.get("class"), one.get("d")) for one in elements(svg, "path") if one.get("class")]
+    assert found == [
+        ("f0", "M42.0 87.0L42.0 87.0L92.0 87.0L92.0 87.0L92.0 112.0L92.0 112.0L42.0 112.0L42.0 112.0z"),
+        ("f2", "M42.0 62.0L42.0 62.0L92.0 12.0L92.0 12.0L92.0 87.0L92.0 87.0L42.0 87.0L42.0 87.0z"),
+        ("f0", "M191.0 62.0L192.0 62.0L193.0 62.0L193.0 112.0L192.0 112.0L191.0 112.0z"),
+    ]
+    assert len([one for one in elements(svg, "path") if one.get("fill") == "url(#p2)"]) == 1
+    bands = elements(svg, "rect", "band")
+    assert [(one.get("x"), one.get("width"), one[0].text) for one in bands] == [
+        ("42.0", "75.0", "<zero>"), ("117.0", "75.0", "x"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("span_s", [3, 60, 3600, 86399, 86400, 3 * 86400, 7 * 86400, 92 * 86400, 500 * 86400])
+@pytest.mark.parametrize("most", [2, 5])
+def test_moments_have_round_labels_all_different(span_s: int, most: int) -> None:
+    ticks = time_axis(clusters.NOW_S + 17.5, clusters.NOW_S + 17.5 + span_s, most).ticks
+    labels = [text for _, text in ticks]
+    assert len(set(labels)) == len(labels)
+    assert 1 <= len(labels) <= most + 1
+    assert all(text.endswith(":00") for text in labels if ":" in text and span_s >= 86400)
 
 
 def test_axes_have_round_ticks() -> None:
@@ -124,8 +155,8 @@ def test_the_page_asks_nobody_for_anything_and_escapes_what_users_wrote() -> Non
     assert "<script" not in text
     assert "<img" not in text
     assert "&lt;script&gt;" in text
-    assert re.findall(r"(?:https?:)?//[\w.]|@import|url\((?!#p\d\))", text) == []
-    for title in ("Fragmentation now", "Fragmentation over time", "Utilisation over time", "Jobs that wait, by cause",
+    assert re.findall(r"(?:https?:)?//[\w.]|@import|url\((?!#[pq]\d\))", text) == []
+    for title in ("Nodes now", "Fragmentation over time", "Utilisation over time", "Jobs that wait, by cause",
                   "How long they have waited", "Worst nodes", "Jobs that wait longest"):  # fmt: skip
         assert f"<h2>{title}</h2>" in text
     for svg in re.findall(r"<svg.*?</svg>", text):
@@ -149,6 +180,40 @@ def test_a_cpu_load_above_all_cpus_is_drawn_as_high_as_it_is() -> None:
     assert [label for _, label in share_axis(0.4).ticks] == ["0 %", "25 %", "50 %", "75 %", "100 %"]
 
 
+@pytest.mark.shows("the page begins with one sentence, and shows a value where one points")
+def test_the_page_begins_with_what_matters_and_has_values_to_point_at() -> None:
+    seen = clusters.observation()
+    text = page(seen, clusters.history(seen.sample))
+    stranded = seen.sample.stranded_gpus
+    assert re.search(rf"<h1>{stranded} of \d+ free GPUs are stranded: ", text)
+    assert re.search(r"<title>1\d Nov \d\d:\d\d\nGPUs held: \d+ %\nCPUs held: \d+ %\nCPU load: \d+ %\nstranded: ", text)
+    assert re.search(r"<title>1\d Nov \d\d:\d\d\nGPUs: \d+\nCPUs: \d+\n", text) is None, "that nobody waits for CPUs"
+    assert "<title>cpu2: 16 of 32 CPUs free</title>" in text
+    assert "<h3>h200 <span>24 nodes" in text
+    assert re.search(r'data-label="Since"><span>18 Nov 0\d:\d\d<', text)
+    full = replace(seen.snapshot, nodes=tuple(replace(node, gres_used=node.gres) for node in seen.snapshot.nodes))
+    assert "<h1>0 of 96 GPUs and" in page(observe(full, {}), [])
+
+
+def test_each_partition_has_its_own_worst_and_longest() -> None:
+    """More than ten nodes are worse than those of a partition, which are in its view, and not in that of all."""
+    seen = clusters.observation(40)
+    names = {f"gpu{number}" for number in (8, 28)}
+    nodes = tuple(
+        replace(node, partitions=("gpu", "a<b")) if node.name in names else node for node in seen.snapshot.nodes
+    )
+    partitions = (*seen.snapshot.partitions, Partition("a<b", ()))
+    text = page(observe(replace(seen.snapshot, nodes=nodes, partitions=partitions), {}), [])
+    worst = text.split("<h2>Worst nodes</h2>")[1].split("</table>")[0]
+    rows = re.findall(r'<tr data-in="([\d ]+)"><td data-label="Node"><span>(\w+)', worst)
+    assert len([views for views, _ in rows if "0" in views.split()]) == NUM_WORST
+    assert {name for views, name in rows if "3" in views.split()} == names
+    assert '<a class="in" id="in3" href="#in3">a&lt;b</a>' in text
+    assert '<p data-in="3">2 of 8 GPUs are free' in text
+    alone = replace(seen.snapshot, partitions=seen.snapshot.partitions[:1])
+    assert "data-in" not in page(observe(alone, {}), []).split("</style>")[1]
+
+
 @pytest.mark.shows("`report --html` is one self-contained page, and nothing is told by colour alone")
 def test_clusters_with_little_to_show() -> None:
     seen = clusters.observation(gpus=False)
@@ -165,13 +230,14 @@ def test_jobs_that_are_held_do_not_stretch_the_delays() -> None:
     held = clusters.job(900, 1, 1, 30 * 86400.0, reason="JobHeldUser", name="held-for-a-month")
     text = page(observe(replace(seen.snapshot, jobs=(*seen.snapshot.jobs, held)), {}), [])
     assert "held-for-a-month" not in text
-    assert ">1 h</text>" in text
-    assert ">1 d</text>" not in text
+    assert "1 h to 6 h: GPUs: 2, GPUs or CPUs: 3" in text
+    assert "7 d to longer: none" in text
 
 
 def test_many_nodes_are_small_cells() -> None:
+    """With those without GPUs."""
     text = page(clusters.observation(MAX_LARGE_CELLS + 8), [])
-    assert text.count('class="cell" width="20"') == MAX_LARGE_CELLS + 8
+    assert text.count('class="cell" width="20"') == MAX_LARGE_CELLS + 8 + 4
     assert 'class="cell" width="82"' not in text
 
 
@@ -191,13 +257,13 @@ def test_a_real_browser_shows_it_on_desktops_and_phones(tmp_path: Path, wait_unt
     path = tmp_path / "page.html"
     path.write_text(page(seen, clusters.history(seen.sample)))
     (tmp_path / "measured.html").write_text(path.read_text().replace("</body>", f"{MEASURE}</body>"))
-    for width in (DESKTOP, PHONE):
+    for width, view, num_nodes in ((DESKTOP, "", 28), (PHONE, "#in2", 4), (DESKTOP, "#in0", 28)):
         frame = tmp_path / f"frame-{width}.html"
-        frame.write_text(FRAME.format(width=width))
+        frame.write_text(FRAME.format(width=width, view=view))
         document, console = browser.dump(frame.as_uri(), DESKTOP)
         assert console == []
         # Six pictures: of each chart, the one for this width.
-        assert f"<title>width {width} of {width} shown 4</title>" in document
+        assert f"<title>width {width} of {width} shown 4 nodes {num_nodes}</title>" in document
     for width, height in ((DESKTOP, 1900), (PHONE, 1900)):
         picture = browser.picture(path.as_uri(), width, height)
         assert picture[:8] == b"\x89PNG\r\n\x1a\n"
@@ -211,7 +277,7 @@ def test_a_real_browser_shows_it_on_desktops_and_phones(tmp_path: Path, wait_unt
     finally:
         server.close()
     assert console == [], "the page may not be hindered by its own security policy"
-    assert "<h1>testbed</h1>" in document
+    assert "<p>testbed · " in document
 
 
 def ask(server: WebServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, dict[str, str], str]:

@@ -118,10 +118,12 @@ def test_a_page_of_what_all_see_has_the_mode_of_the_umask(tmp_path: Path) -> Non
     page = tmp_path / "page.html"
     umask = os.umask(0o022)
     try:
-        assert Recorded(tmp_path).run(f"report --fresh --html {page}").returncode == 0
+        done = Recorded(tmp_path).run(f"report --fresh --html {page}")
     finally:
         os.umask(umask)
-    assert page.stat().st_mode & 0o777 == 0o644
+    assert (done.returncode, page.stat().st_mode & 0o777) == (0, 0o644)
+    assert f"the page is in {page}: open it in a browser" in done.stderr
+    assert "the page is in" not in Recorded(tmp_path).run("report --fresh --html /dev/null").stderr
 
 
 def test_how_jobs_fare_is_not_for_everybody() -> None:

@@ -283,7 +283,7 @@ def test_exporter_report_and_page_on_a_real_cluster(
     done = run("report", "--html", str(page), "--history", str(history), "--json")
     assert done.returncode == 0, done.stderr
     assert [len(json.loads(done.stdout)[name]) for name in ("waiting", "history")] == [0, 1]
-    assert page.read_text().count('class="cell"') == 5
+    assert page.read_text().count('class="cell"') == 6
     assert "nodes in use" in page.read_text()
     done = run("exporter", "--print", "--history", str(history))
     assert parsed(done.stdout)["hetstream_cluster_gpus"] == [({}, 8.0)]

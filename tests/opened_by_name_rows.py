@@ -113,7 +113,7 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/insight/utilisation.py": "_mount_points",
     },
     "network": {
-        "hetstream/base/web.py": "WebServer.__init__",
+        "hetstream/base/web.py": "_listen",
         "mpi_dataworkers/transports/shm.py": "ShmReceiver.__init__ _Channel.__init__",
         "mpi_dataworkers/transports/sockets.py": "SocketReceiver._listen _Channel.__init__ local_address_towards",
         "mpi_dataworkers/transports/zmq.py": (
@@ -230,6 +230,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "socket": {
         "hetstream/base/unix_sockets.py": "connect_to listen_at*4",
+        "hetstream/base/web.py": "WebServer.close",
         "slurm_plugin/coordinator/server.py": "Coordinator._close",
         "slurm_plugin/daemon/server.py": "Daemon._listen Daemon.run",
     },

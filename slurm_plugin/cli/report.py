@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import platform
+import secrets
 import shlex
 import stat
 import sys
@@ -21,7 +22,7 @@ from tempfile import NamedTemporaryFile
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import duration
-from hetstream.base.web import Document
+from hetstream.base.web import PRIVATE, Document
 from hetstream.slurm_plugin.cli.cluster_source import (
     add_fresh_argument,
     add_prices_argument,
@@ -41,7 +42,6 @@ from hetstream.slurm_plugin.cli.watching import (
 from hetstream.slurm_plugin.client.read import hidden_by
 from hetstream.slurm_plugin.insight.observation import KEEP_S, History, Monitor, Observation, Reading, Sample, observe
 from hetstream.slurm_plugin.insight.prices import Prices
-from hetstream.slurm_plugin.insight.shared_gpus import for_everybody
 from hetstream.slurm_plugin.insight.spending import hourly, spent
 from hetstream.slurm_plugin.insight.utilisation import SharesAside, wait_shares
 from hetstream.slurm_plugin.render.charts import shared_gpu_sections
@@ -216,17 +216,18 @@ _COLUMNS = (
 
 SERVE_EPILOG = """\
 The page is at /, the figures of now are at /data.json. It reads the cluster once in each interval, however many look,
-and changes nothing. It names users and jobs, and has no password: from another machine use
-ssh -L 8418:localhost:8418 HOST. So it ends where Slurm hides jobs, nodes, partitions or reservations from some users
-(PrivateData, MCSPlugin), and leaves out how jobs fare on shared GPUs, unless --public is given. Without --history it
-shows what it has seen since its start.
+and changes nothing. It names users and jobs, so it is shown to those who have the token in the address that is printed,
+a new one at each start; a browser keeps it as a cookie. From another machine use ssh -L 8418:localhost:8418 HOST. A
+socket (unix:PATH) is for this user and root alone, and asks for no token: use ssh -L 8418:PATH HOST, or a proxy that
+knows who may look. With --public nobody is asked for one. Without --history it shows what it has seen since its start.
 
 examples:
   hetstream serve
   hetstream serve --listen 8500 --history ~/cluster.sqlite --start now-1day
+  hetstream serve --listen unix:$HOME/hetstream.sock
 
 exit codes:
-  1  the address cannot be listened on, the history cannot be used, or Slurm hides what would be served
+  1  the address cannot be listened on, or the history cannot be used
   2  the command line is wrong
 """
 
@@ -248,21 +249,21 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal."""
-    (host, port), interval_s = address_of(args), interval_of(args)
+    is_private = args.listen.startswith(PRIVATE)
+    (host, port), interval_s = (args.listen, 0) if is_private else address_of(args), interval_of(args)
+    token = "" if is_private or args.public else secrets.token_urlsafe()
     start_s = parse_time("--start", args.start, time.time())
     prices = prices_of(args)
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
         samples: deque[Sample] = deque(history.since(start_s) if history else ())
         shown: Mapping[str, Document] = documents(Reading(error="It has not been asked yet."), [], REFRESH_EARLY_S)
-        server = serve_documents(host, port, lambda: shown)
+        server = serve_documents(host, port, lambda: shown, token)
         undo.callback(server.close)
         print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
-        shared = shared_gpus if args.public else lambda: for_everybody(shared_gpus())
-        monitor = Monitor(watched_cluster(args), SharesAside(), history, shared)
+        monitor = Monitor(watched_cluster(args), SharesAside(), history, shared_gpus)
         for reading in monitor.readings(interval_s):
             if reading.observation:
-                refuse_hidden(args, reading.observation.snapshot)
                 if samples and samples[-1].taken_s == reading.observation.sample.taken_s:
                     samples.pop()  # the site daemon has not read the cluster anew since
                 samples.append(reading.observation.sample)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from hetstream.base.text import size_words
 from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingJobNow
 from hetstream.slurm_plugin.client.model import Job
@@ -35,14 +33,6 @@ class SharedGpus:
     nodes: tuple[NodeGpus, ...] = ()
     wait_shares: Mapping[str, float] | None = None
     missing: str = ""
-
-
-def for_everybody(shared: SharedGpus | None) -> SharedGpus | None:
-    """What every user of the site may know. How a job fares is not in it: the daemon tells that to the job's user."""
-    if shared is None:
-        return None
-    nodes = (replace(node, gpus=tuple(replace(gpu, jobs=()) for gpu in node.gpus)) for node in shared.nodes)
-    return SharedGpus(tuple(nodes), {}, shared.missing)
 
 
 @dataclass(frozen=True, slots=True)

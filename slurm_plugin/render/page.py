@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from hetstream.base.text import duration, percent, printable
-from hetstream.base.web import Document, WebServer
+from hetstream.base.web import PRIVATE, Document, WebServer
 from hetstream.slurm_plugin.client.counted import counted, cpus_asked, whole_if_near
 from hetstream.slurm_plugin.client.model import Node
 from hetstream.slurm_plugin.errors import ServeError
@@ -198,6 +198,8 @@ def _header(seen: Observation, cluster: str, helped: Sequence[str]) -> str:
 def _tiles(seen: Observation) -> str:
     now = seen.sample
     groups = _grouped(now)
+    of_resources = sum(groups.values()) - groups[_QUEUE] - groups[_OTHER]
+    parts = (("resources", of_resources), *((name, groups[name]) for name in (_QUEUE, _OTHER)))
     shown = [
         ("GPUs free", f"{now.gpus - now.gpus_allocated:,}", f"of {now.gpus:,}, {now.stranded_gpus:,} stranded"),
         ("CPUs free", f"{now.cpus - now.cpus_allocated:,}", f"of {now.cpus:,}, {now.stranded_cpus:,} stranded"),
@@ -210,8 +212,7 @@ def _tiles(seen: Observation) -> str:
         (
             "Jobs that wait",
             f"{sum(groups.values()):,}",
-            f"{sum(groups.values()) - groups[_QUEUE] - groups[_OTHER]:,} for resources, {groups[_QUEUE]:,} for their "
-            f"place in the queue, {groups[_OTHER]:,} for other things",
+            ", ".join(f"{count:,} for {name}" for name, count in parts if count),
         ),
     ]
     return tiles(shown)
@@ -375,7 +376,7 @@ def _delays(waiting: Sequence[WaitingJob]) -> str:
         (place + 0.5, f"{edges[place]} to {edges[place + 1]}: {_listed(sizes)}") for place, sizes in enumerate(counts)
     ]
     x = Axis(0, len(counts), [(place, text) for place, (_, text) in enumerate(_AGES, 1)])
-    y = count_axis(max(map(sum, counts)))
+    y = count_axis(1.08 * max(map(sum, counts)))  # with room for the number at the top of a bar
     bars = [(place + 0.5, sizes) for place, sizes in enumerate(counts)]
     note = "<p>Jobs by how long they have waited for resources, since they could have started.</p>"
     there = [(kind, name) for kind, name in enumerate(_GROUPS) if any(sizes[kind] for sizes in counts)]
@@ -533,22 +534,25 @@ def _natural(name: str) -> list[Any]:
 # The documents are made once for each reading and not for each visitor.
 
 
-def serve_documents(host: str, port: int, documents: Callable[[], Mapping[str, Document]]) -> WebServer:
+def serve_documents(
+    host: str, port: int, documents: Callable[[], Mapping[str, Document]], token: str = ""
+) -> WebServer:
     """Serve documents by their paths until the server is closed.
 
     Args:
-        host, port: where; port 0 finds a free one.
+        host, port, token: see `WebServer`.
         documents: path -> what is there now; asked for each request, from another thread.
 
     Raises:
         ServeError: the address cannot be listened on.
     """
     try:
-        return WebServer(host, port, lambda path, _: documents().get(path))
+        return WebServer(host, port, lambda path, _: documents().get(path), token)
     except OSError as error:
         raise cannot_listen(host, port, error) from error
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ServeError:
     """The error that says what to do."""
-    return ServeError(f"{host}:{port} cannot be listened on: {error.strerror}. Give another one: --listen=HOST:PORT")
+    where = host if host.startswith(PRIVATE) else f"{host}:{port}"
+    return ServeError(f"{where} cannot be listened on: {error.strerror or error}. Give another one: --listen=HOST:PORT")

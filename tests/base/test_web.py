@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -36,12 +37,16 @@ def server() -> Iterator[WebServer]:
     document.cache_clear()
 
 
+def port_of(server: WebServer) -> int:
+    return urlsplit(server.url).port or 0
+
+
 def connect(server: WebServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2].rstrip("/"))), timeout=10)
+    return socket.create_connection(("127.0.0.1", port_of(server)), timeout=10)
 
 
 def ask(server: WebServer, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2].rstrip("/")), timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=10)
     with contextlib.closing(connection):
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -90,6 +95,32 @@ def test_one_asks_and_is_answered(server: WebServer) -> None:
     with connect(server) as visitor, contextlib.suppress(ConnectionError):
         visitor.sendall(b"GET / HTTP/1.1\r\nHost: " + bytes(1 << 20))
         assert visitor.recv(4096) == b"", "a head has an end"
+
+
+def test_who_has_no_token_is_asked_for_it_and_a_browser_keeps_it() -> None:
+    server = WebServer("127.0.0.1", 0, lambda path, _: document(path), "a-token")
+    try:
+        port, query = port_of(server), "token=a-token"
+        assert server.url.endswith(f"/?{query}")
+        assert ask(server, f"/?{query}") == (200, "here\n")
+        assert ask(server, "/none?token=a-token")[0] == HTTPStatus.NOT_FOUND
+        bad = ("a-toke", "a-token%00", "%ff&token=a-token", "")
+        for path in ("/", "/?", "/none", *(f"/?token={token}" for token in bad)):
+            status, text = ask(server, path)
+            assert (status, "here" in text, "a-token" in text) == (HTTPStatus.FORBIDDEN, False, False), path
+        assert ask(server, f"/?{query}", Host="evil.example")[0] == HTTPStatus.FORBIDDEN
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", f"/?{query}")
+            kept = connection.getresponse().headers["Set-Cookie"]
+        assert kept == f"hetstream-{port}=a-token; Path=/; HttpOnly; SameSite=Strict"
+        cookie = kept.partition(";")[0]
+        assert ask(server, Cookie=f"other=1; {cookie}; last") == (200, "here\n")
+        for wrong in ("", cookie[:-1], f"x{cookie}", "hetstream-1=a-token", f"hetstream-{port}=\xff", ";=;"):
+            assert ask(server, Cookie=wrong)[0] == HTTPStatus.FORBIDDEN, wrong
+    finally:
+        server.close()
+        document.cache_clear()
 
 
 def test_a_silent_crowd_takes_few_descriptors_no_threads_and_keeps_nobody_out(server: WebServer) -> None:

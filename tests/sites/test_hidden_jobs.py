@@ -35,11 +35,10 @@ def told(site: Any, *words: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("verb", ["serve", "exporter"])
-def test_a_plain_user_serves_what_is_hidden_only_if_he_says_so(
-    site: Any, verb: str, tmp_path: Path, wait_until: Callable[..., None]
+def test_a_plain_user_exports_what_is_hidden_only_if_he_says_so(
+    site: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    command = [sys.executable, str(AS_USER), str(NOBODY), verb, "--listen", "0", "--fresh"]
+    command = [sys.executable, str(AS_USER), str(NOBODY), "exporter", "--listen", "0", "--fresh"]
     environ = {**site.cluster.env, "HOME": "/nonexistent"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

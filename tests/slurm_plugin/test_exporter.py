@@ -327,18 +327,18 @@ def test_serve_on_a_real_cluster(devcluster: Any, tmp_path: Path, wait_until: Ca
         server = subprocess.Popen(argv, env=dict(devcluster.env), stderr=stderr)
         try:
             wait_until(lambda: "the cluster at " in log.read_text(), 60)
-            (url,) = re.findall(r"the cluster at (http://127\.0\.0\.1:\S+)", log.read_text())
+            ((url, token),) = re.findall(r"the cluster at (http://127\.0\.0\.1:\d+/)(\?token=\S{43})", log.read_text())
 
             def figures() -> Any:
                 try:
-                    return json.loads(scrape(f"{url}data.json", {}))
+                    return json.loads(scrape(f"{url}data.json{token}", {}))
                 except urllib.error.HTTPError as error:
                     error.close()
                     return None
 
             wait_until(lambda: figures() and "waiting" in figures(), 60)
             assert figures()["summary"]["gpus"] == 8
-            assert "Nodes now" in scrape(url, {})
+            assert "Nodes now" in scrape(f"{url}{token}", {})
         finally:
             server.send_signal(signal.SIGINT)
             assert server.wait(60) == 130

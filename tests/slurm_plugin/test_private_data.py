@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import clusters
 import pytest
 from recorded import Recorded
 
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
-from hetstream.slurm_plugin.insight.shared_gpus import for_everybody
 from hetstream.slurm_plugin.render.metrics import GpuCollector, GpuReading
 
 COMMAND = [sys.executable, "-m", "hetstream.slurm_plugin.cli"]
@@ -39,39 +39,71 @@ def environment(slurm: Recorded) -> dict[str, str]:
     return {**os.environ, "PATH": f"{slurm.directory}:/usr/bin:/bin"}
 
 
-@pytest.mark.shows("`serve` and `exporter` do not show what PrivateData hides, unless `--public` is given")
-@pytest.mark.parametrize("verb", ["serve", "exporter"])
-def test_what_slurm_hides_is_not_served(hiding: tuple[Recorded, str], verb: str) -> None:
+@pytest.mark.shows("`exporter` does not show what PrivateData hides, without `--public`; `serve` asks for a token")
+def test_what_slurm_hides_is_not_exported(hiding: tuple[Recorded, str]) -> None:
     slurm, setting = hiding
-    argv = [*COMMAND, verb, "--listen", "0", "--fresh"]
+    argv = [*COMMAND, "exporter", "--listen", "0", "--fresh"]
     done = subprocess.run(argv, env=environment(slurm), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert f"{setting} hides a part of the cluster" in done.stderr
     assert "--public" in done.stderr
 
 
-@pytest.mark.shows("`serve` and `exporter` do not show what PrivateData hides, unless `--public` is given")
-@pytest.mark.parametrize("verb", ["serve", "exporter"])
-def test_what_slurm_hides_is_served_where_the_user_says_so(
-    hiding: tuple[Recorded, str], verb: str, wait_until: Callable[..., None]
+@pytest.mark.shows("`exporter` does not show what PrivateData hides, without `--public`; `serve` asks for a token")
+@pytest.mark.parametrize("options", [["serve"], ["serve", "--public"], ["exporter", "--public"]], ids=" ".join)
+def test_what_slurm_hides_needs_a_token(
+    hiding: tuple[Recorded, str], options: list[str], wait_until: Callable[..., None]
 ) -> None:
     slurm, _ = hiding
     log = slurm.directory / "log"
     with log.open("w") as stderr:
-        argv = [*COMMAND, verb, "--listen", "0", "--fresh", "--public"]
+        argv = [*COMMAND, *options, "--listen", "0", "--fresh"]
         server = subprocess.Popen(argv, env=environment(slurm), stderr=stderr)
     try:
         wait_until(lambda: "http://" in log.read_text(), 60)
         (url,) = re.findall(r"http://\S+", log.read_text())
+        root, _, query = url.partition("?")
+        assert bool(query) == (options == ["serve"])
 
         def answers() -> bool:
-            with urllib.request.urlopen(url if verb == "exporter" else f"{url}data.json", timeout=30) as answer:
-                return b"up 1.0" in answer.read() or verb == "serve"
+            path = f"data.json?{query}" if options[0] == "serve" else ""
+            with urllib.request.urlopen(root + path, timeout=30) as answer:
+                return b"up 1.0" in answer.read() or options[0] == "serve"
 
         wait_until(lambda: _without_error(answers), 60)
+        if query:
+            with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+                urllib.request.urlopen(root, timeout=30)
+            refused.value.close()
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 130
+
+
+def test_a_socket_is_for_its_user_and_asks_for_no_token(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    slurm, log, path = Recorded(tmp_path), tmp_path / "log", tmp_path / "socket"
+    with log.open("w") as stderr:
+        argv = [*COMMAND, "serve", "--listen", f"unix:{path}", "--fresh"]
+        server = subprocess.Popen(argv, env=environment(slurm), stderr=stderr)
+
+    def page() -> bytes:
+        with socket.socket(socket.AF_UNIX) as visitor:
+            visitor.connect(str(path))
+            visitor.sendall(b"GET / HTTP/1.1\r\nHost: proxy.example\r\n\r\n")
+            return b"".join(iter(lambda: visitor.recv(1 << 16), b""))
+
+    try:
+        wait_until(lambda: _without_error(lambda: page().startswith(b"HTTP/1.1 200 OK")), 60)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert log.read_text() == f"the cluster at unix:{path}\n"
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+    assert not path.exists()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    done = slurm.run(f"serve --listen unix:{tmp_path}/open/socket")
+    assert (done.returncode, "all can write to" in done.stderr) == (1, True), done.stderr
 
 
 def _without_error(act: Callable[[], Any]) -> Any:
@@ -124,17 +156,6 @@ def test_a_page_of_what_all_see_has_the_mode_of_the_umask(tmp_path: Path) -> Non
     assert (done.returncode, page.stat().st_mode & 0o777) == (0, 0o644)
     assert f"the page is in {page}: open it in a browser" in done.stderr
     assert "the page is in" not in Recorded(tmp_path).run("report --fresh --html /dev/null").stderr
-
-
-def test_how_jobs_fare_is_not_for_everybody() -> None:
-    """The daemon tells each user of his own jobs alone, and the packer of all; a page has no password."""
-    told = clusters.shared_gpus()
-    shown = for_everybody(told)
-    assert told.wait_shares
-    assert any(gpu.jobs for node in told.nodes for gpu in node.gpus)
-    assert not shown.wait_shares
-    assert not any(gpu.jobs for node in shown.nodes for gpu in node.gpus)
-    assert [len(node.gpus) for node in shown.nodes] == [len(node.gpus) for node in told.nodes]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
@@ -77,6 +78,8 @@ examples:
 # The most frequent; a busy site has thousands.
 MOST_SHAPES = 20
 _BAD, _WORSE = 0.25, 0.5
+# How FRAG is spread is drawn where there are more nodes than one sees at a glance; the middle bar is around 0.
+_FEWEST_DRAWN, _NUM_BARS, _BARS = 8, 11, " ▁▂▃▄▅▆▇█"
 
 
 def add_frag_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +189,17 @@ def _lines(found: Fragmentation) -> list[str]:
         f"{len(found.gpu_nodes):,} node(s) with GPUs: FRAG {signed(mean)} on average ({mean_abs:.2f} without signs); "
         f"{percent(found.share_without_cpus or 0)} have no CPU left for their GPUs (a quarter free or more), "
         f"{percent(found.share_without_gpus or 0)} no GPU left for their CPUs",
+        *([_spread(found)] if len(found.gpu_nodes) >= _FEWEST_DRAWN else []),
     ]
+
+
+def _spread(found: Fragmentation) -> str:
+    """How many nodes have which FRAG, as bars: nodes at both ends have the same average as nodes in the middle."""
+    counts = [0] * _NUM_BARS
+    for node in found.gpu_nodes:
+        counts[min(_NUM_BARS - 1, int(((node.indicator or 0.0) + 1) / 2 * _NUM_BARS))] += 1
+    bars = "".join(_BARS[math.ceil(count / max(counts) * (len(_BARS) - 1))] for count in counts)
+    return f"nodes by FRAG: CPUs gone -1 [{bars}] +1 GPUs gone"
 
 
 def _notes(found: Fragmentation, nodes: Sequence[Node]) -> list[str]:

@@ -10,12 +10,16 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import clusters
 import pytest
 from recorded import Recorded, hours_ago, job
 
 from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli.cluster import frag_report
+from hetstream.slurm_plugin.insight.fragmentation import measure
 
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")
@@ -217,6 +221,21 @@ def test_a_cluster_whose_gpus_are_all_drained(tmp_path: Path) -> None:
     done = cluster.run("frag")
     assert (done.returncode, done.stderr) == (0, "")
     assert "no node in use has GPUs: there is no indicator. Check: sinfo -R" in done.stdout
+
+
+def test_bars_tell_ends_from_a_middle() -> None:
+    """Of many nodes; a few are seen in the table."""
+
+    def bars(*layout: tuple[int, int]) -> list[str]:
+        nodes = tuple(clusters.gpu_node(number, cpus, gpus) for number, (cpus, gpus) in enumerate(layout))
+        seen = replace(clusters.snapshot(), nodes=nodes, jobs=())
+        return [line for line in frag_report(measure(nodes, ()), seen).lines if "nodes by FRAG" in line]
+
+    at_both_ends, in_step = [(16, 0), (0, 4)], [(8, 2), (4, 1)]
+    assert bars(*at_both_ends * 3) == []
+    assert bars(*at_both_ends * 4) == ["nodes by FRAG: CPUs gone -1 [█         █] +1 GPUs gone"]
+    assert bars(*in_step * 4) == ["nodes by FRAG: CPUs gone -1 [     █     ] +1 GPUs gone"]
+    assert bars(*in_step * 40, (16, 0)) == ["nodes by FRAG: CPUs gone -1 [▁    █     ] +1 GPUs gone"]
 
 
 def test_tasks_of_an_array_stand_in_their_order(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from hetstream.base.errors import HetstreamError
 from hetstream.base.installed import install_command
-from hetstream.base.web import Document, WebServer
+from hetstream.base.web import Document, WebServer, plain_page
 
 try:
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -22,6 +22,7 @@ try:
 except ImportError as error:
     raise HetstreamError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
+_LANDING = plain_page('<h1>hetstream</h1><p>Metrics for Prometheus: <a href="/metrics">/metrics</a></p>')
 Row = TypeVar("Row")
 # Name (a counter's ends in _total), help, value; None is left out.
 Column = tuple[str, str, Callable[[Row], float | None]]
@@ -97,7 +98,7 @@ class MetricsServer:
     def _document(self, path: str, accept: str) -> Document | None:
         """Show the metrics in the format that the visitor's Accept header asks for."""
         if path != "/metrics":
-            return None
+            return _LANDING if path == "/" else None
         reading = self._collector.reading
         if reading is not self._made_of:
             self._documents, self._made_of = {}, reading

@@ -306,14 +306,15 @@ examples:
   hetstream exporter --listen 0.0.0.0:9418 --history /var/lib/hetstream/history.sqlite
   hetstream exporter --print             one reading, for node_exporter's textfile collector
   hetstream exporter --dashboard         a dashboard to import into Grafana
+  hetstream exporter --alerts > hetstream.rules.yml    for rule_files: of prometheus.yml
 
 exit codes:
-  0  done (--print, --dashboard)
+  0  done (--print, --dashboard, --alerts)
   1  the address cannot be listened on, the history cannot be used, or Slurm hides what would be served; with --print:
      Slurm could not be asked
   2  the command line is wrong
 """
-DASHBOARD = Path(__file__).parents[1] / "dashboard.json"
+DASHBOARD, ALERTS = (Path(__file__).parents[1] / name for name in ("dashboard.json", "alerts.yml"))
 
 
 def add_exporter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -326,13 +327,14 @@ def add_exporter_arguments(parser: argparse.ArgumentParser) -> None:
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--print", action="store_true", help="print the metrics of one reading and end")
     once.add_argument("--dashboard", action="store_true", help="print a Grafana dashboard of these metrics and end")
+    once.add_argument("--alerts", action="store_true", help="print alert rules on these metrics and end")
     parser.set_defaults(run=run_exporter)
 
 
 def run_exporter(args: argparse.Namespace) -> int:
     """Serve until a signal, or print once."""
-    if args.dashboard:
-        print(DASHBOARD.read_text(), end="")
+    if args.dashboard or args.alerts:
+        print((DASHBOARD if args.dashboard else ALERTS).read_text(), end="")
         return 0
     (host, port), interval_s = address_of(args), interval_of(args)
     # Only here: prometheus_client is an extra.

@@ -24,7 +24,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 
 from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.cli.report import DASHBOARD
+from hetstream.slurm_plugin.cli.report import ALERTS, DASHBOARD
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.errors import HistoryError, ServeError
 from hetstream.slurm_plugin.insight.observation import KEEP_S, History, Monitor, Reading
@@ -140,13 +140,20 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     reading = Reading(clusters.observation(), num_errors={"SlurmCommandError": 1}, success_s=1.0)
     exported = parsed(collector_of(reading).text())
     board = json.loads(DASHBOARD.read_text())
-    asked = set(re.findall(r"\bhetstream_\w+", json.dumps([panel["targets"] for panel in board["panels"]])))
+    variables = {one["name"]: one for one in board["templating"]["list"]}
+    assert {"partition", "node"} < set(variables)
+    asked = set(
+        re.findall(r"\bhetstream_\w+", json.dumps([[panel["targets"] for panel in board["panels"]], variables]))
+    )
     assert len(asked) > 15
+    for name in re.findall(r"\$(\w+)", json.dumps([panel["targets"] for panel in board["panels"]])):
+        assert re.fullmatch(rf"label_values\(hetstream_{name}_cpus, {name}\)", variables[name]["query"]["query"])
     assert sorted(asked - set(exported)) == []
     units = {"bytes": "bytes", "seconds": "s"}
     taken: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         assert panel["title"]
+        assert panel["description"].endswith("."), f"{panel['title']} is not described"
         assert panel["datasource"]["uid"] == "${datasource}"
         place = panel["gridPos"]
         squares = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
@@ -158,6 +165,35 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
             if len(ends) == 1 and "/" not in target["expr"] and ends & set(units):
                 assert panel["fieldConfig"]["defaults"]["unit"] == units[ends.pop()], panel["title"]
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+@pytest.mark.shows("the exporter's alert rules and its dashboard ask for what is exported")
+def test_the_alert_rules_ask_for_what_is_exported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exporter", "--alerts"]) == 0
+    text = capsys.readouterr().out
+    assert text == ALERTS.read_text()
+    reading = Reading(clusters.observation(), num_errors={"SlurmCommandError": 1}, success_s=1.0)
+    exported = parsed(collector_of(reading).text())
+    expressions = re.findall(r"^        expr: (.+)$", text, re.M)
+    asked = set(re.findall(r"\bhetstream_\w+", "".join(expressions)))
+    assert sorted(asked - set(exported)) == []
+    rules = text.split("      - alert: ")[1:]
+    assert len(rules) == len(expressions) > 5
+    for rule in rules:
+        assert re.findall(r"^ +(expr|for|severity|summary|description): \S", rule, re.M) == [
+            "expr", "for", "severity", "summary", "description",
+        ], rule  # fmt: skip
+
+
+def test_the_exporter_has_a_landing_page() -> None:
+    server = MetricsServer("127.0.0.1", 0, ClusterCollector())
+    try:
+        assert '<a href="/metrics">' in scrape(server.url.removesuffix("metrics"), {})
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+            scrape(f"{server.url}x", {})
+        refused.value.close()
+    finally:
+        server.close()
 
 
 @pytest.mark.shows("the history is one SQLite file; a damaged or foreign file is one clear error")

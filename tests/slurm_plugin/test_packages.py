@@ -168,7 +168,9 @@ def test_the_wheel_holds_every_file(dist: Path) -> None:
     assert names - metadata == wanted
     assert "hetstream/py.typed" in names
     plugin = "hetstream/slurm_plugin"
-    assert {f"{plugin}/lua/cli_filter.lua", f"{plugin}/lua/policy.lua", f"{plugin}/dashboard.json"} < names
+    assert {
+        f"{plugin}/{name}" for name in ("lua/cli_filter.lua", "lua/policy.lua", "dashboard.json", "alerts.yml")
+    } < names
 
 
 @pytest.fixture(scope="module")

@@ -486,7 +486,7 @@ td{display:flex;gap:6px;padding:1px 0;min-width:0}td span{min-width:0;overflow-w
 td::before{content:attr(data-label);color:var(--soft);flex:none}
 td:first-child,td[data-label^=Wh]{grid-column:1/-1}td:first-child span{font-weight:600}
 td[data-label^=Wh]{display:block}td[data-label^=Wh]::before{content:attr(data-label) ": "}}
-@media print{nav a{display:none}body{background:#fff}.card,.tiles div{break-inside:avoid}}
+@media print{nav a,nav span{display:none}body{background:#fff}.card,.tiles div{break-inside:avoid}}
 """.replace("\n", "")
 
 

@@ -137,7 +137,7 @@ class _Partitions:
                 f"{waiting:,} jobs wait. The figures above, and the curves, are of all partitions.</p>"
             )
         style = f"<style>{','.join(rules)}{{display:none!important}}</style>"
-        return f"{style}<nav>Partition {''.join(links)}{''.join(lines)}</nav>"
+        return f"{style}<nav><span>Partition</span> {''.join(links)}{''.join(lines)}</nav>"
 
 
 def page(seen: Observation, samples: Sequence[Sample], prices: Prices | None = None, refresh_s: int = 0) -> str:

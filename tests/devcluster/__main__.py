@@ -121,6 +121,11 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         "--cpus-per-node", type=int, default=shape.cpus_per_node, metavar="N", help="of each node (%(default)s)"
     )
     parser.add_argument(
+        "--own-cores",
+        action="store_true",
+        help="divide this machine's cores among the nodes, one for each GPU node; Slurm counts no more CPUs",
+    )
+    parser.add_argument(
         "--default-scheduler",
         action="store_true",
         help="keep Slurm's own scheduler timing: heterogeneous jobs then wait up to half a minute",
@@ -252,6 +257,7 @@ def _up(args: argparse.Namespace) -> int:
         cgroups=args.cgroups,
         packing=args.packing,
         sites=args.site,
+        own_cores=args.own_cores,
     )
     if args.dry_run:
         return _up_dry_run(request, args)

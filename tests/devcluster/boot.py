@@ -76,6 +76,7 @@ class BootRequest:
         packing: see ClusterSpec; the Lua plugins are loaded, too.
         sites: see ClusterSpec.
         settings: see ClusterSpec.
+        own_cores: divide this machine's cores among the nodes, and tell Slurm of no more.
     """
 
     name: str
@@ -88,6 +89,7 @@ class BootRequest:
     packing: bool = False
     sites: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    own_cores: bool = False
 
 
 def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
@@ -104,6 +106,7 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         packing=request.packing,
         sites=request.sites,
         settings=request.settings,
+        cores=tuple(sorted(os.sched_getaffinity(0))) if request.own_cores else (),
         root=root,
     )
     if not request.network:
@@ -326,7 +329,8 @@ def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, A
     for node in spec.nodes:
         argv = [*slurmd, "-D", "-N", node]
         environment = {} if sites.CONFIGLESS in spec.sites else conf
-        yield _on_host(_daemon(f"slurmd {node}", argv, log, environment=environment), node, spec.network)
+        daemon = _on_host(_daemon(f"slurmd {node}", argv, log, environment=environment), node, spec.network)
+        yield {**daemon, "cores": spec.cores_of.get(node, ())}
 
 
 def _slurmd(spec: ClusterSpec, programs: SlurmPrograms) -> list[str]:
@@ -348,7 +352,8 @@ def _daemon(
 ) -> dict[str, Any]:
     output = str(log / f"{_log_stem(name)}.out")
     ready = {"ready_file": ready_file, "ready_port": ready_port}
-    return {"name": name, "argv": argv, "output": output, **ready, "host": None, "environment": environment or {}}
+    where = {"host": None, "cores": ()}
+    return {"name": name, "argv": argv, "output": output, **ready, **where, "environment": environment or {}}
 
 
 def _on_host(daemon: dict[str, Any], name: str, network: ClusterNetwork | None) -> dict[str, Any]:

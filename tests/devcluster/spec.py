@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from hetstream.base.errors import ConfigError
@@ -112,6 +113,7 @@ class ClusterSpec:
         packing: opportunistic jobs run on GPUs that others hold, which are emulated ones; see packing.py.
         sites: kinds of sites that it is like; see sites.py.
         settings: more lines of slurm.conf.
+        cores: the machine's, to be divided among the nodes; empty where each node runs on all.
         root: where Slurm is when it is not the machine's own.
         network: its hosts' own addresses; None where all are 127.0.0.1.
     """
@@ -127,6 +129,7 @@ class ClusterSpec:
     packing: bool = False
     sites: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
     root: RootPaths | None = None
     network: ClusterNetwork | None = None
 
@@ -146,21 +149,37 @@ class ClusterSpec:
 
         if self.packing and not self.shape.gpu_nodes:
             raise ConfigError("--packing with --gpu-nodes=0: there are no GPUs to share")
+        if self.cores and len(self.cores) < self.shape.num_nodes:
+            raise ConfigError(
+                f"--own-cores: {len(self.cores)} core(s) for {self.shape.num_nodes} nodes: each needs one. Give fewer "
+                "nodes, or leave --own-cores out"
+            )
 
     @property
     def groups(self) -> tuple[NodeGroup, ...]:
         """The GPU nodes and the CPU nodes, as far as there are any; the first is the default partition."""
         shape = self.shape
         first = self.base_port + 1
+        gpu_node_cpus = cpu_node_cpus = shape.cpus_per_node
+        if self.cores:
+            gpu_node_cpus, cpu_node_cpus = 1, (len(self.cores) - shape.gpu_nodes) // max(1, shape.cpu_nodes)
         groups = (
-            NodeGroup("gpu", shape.gpu_nodes, shape.cpus_per_node, shape.gpus_per_node, first),
-            NodeGroup("cpu", shape.cpu_nodes, shape.cpus_per_node, 0, first + shape.gpu_nodes),
+            NodeGroup("gpu", shape.gpu_nodes, gpu_node_cpus, shape.gpus_per_node, first),
+            NodeGroup("cpu", shape.cpu_nodes, cpu_node_cpus, 0, first + shape.gpu_nodes),
         )
         return tuple(group for group in groups if group.count)
 
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(node for group in self.groups for node in group.nodes)
+
+    @property
+    def cores_of(self) -> dict[str, tuple[int, ...]]:
+        """The cores of each node, where nodes have cores of their own: as many as Slurm is told."""
+        remaining = iter(self.cores)
+        return {
+            node: tuple(islice(remaining, group.cpus)) for group in self.groups for node in group.nodes if self.cores
+        }
 
     @property
     def dbd_port(self) -> int:

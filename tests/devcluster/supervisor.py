@@ -82,6 +82,8 @@ def _become(daemon: dict[str, Any], plan: dict[str, Any]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(daemon["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
         os.dup2(1, 2)
+        if daemon["cores"]:  # all that a slurmd starts inherits them
+            os.sched_setaffinity(0, daemon["cores"])
         if daemon["host"] is not None:
             enter(daemon["host"]["namespace"], daemon["host"]["name"], plan["hosts_file"])
         os.execve(daemon["argv"][0], daemon["argv"], {**plan["environment"], **daemon["environment"]})

@@ -185,6 +185,20 @@ def test_up_does_not_touch_a_directory_of_others(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["precious"]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two nodes with cores of their own need two cores")
+def test_jobs_run_on_the_cores_of_their_node(place: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    shape = ["--gpu-nodes=1", "--gpus-per-node=1", "--cpu-nodes=1"]
+    assert hetstream("up", "--name", place, "--own-cores", *shape).returncode == 0
+    try:
+        script = "import os; print(sorted(os.sched_getaffinity(0)))"
+        for partition, expected in (("gpu", cores[:1]), ("cpu", cores[1:])):
+            srun = ("srun", "--quiet", f"--partition={partition}", sys.executable, "-c", script)
+            assert json.loads(hetstream("exec", "--name", place, "--", *srun).stdout) == expected
+    finally:
+        hetstream("down", "--name", place)
+
+
 def test_down_leaves_nothing(place: str, wait_until: Any, tmp_path: Path) -> None:
     before = footprint()
     record = boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 4)), host_programs(), print)

@@ -72,6 +72,18 @@ def test_no_gpus_can_be_shared_where_there_are_none() -> None:
         spec_of(ClusterShape(0, 1, 1), packing=True)
 
 
+def test_nodes_with_cores_of_their_own_have_no_more_cpus() -> None:
+    spec = spec_of(ClusterShape(1, 2, 2), cores=(0, 1, 2, 4, 5, 7))
+    assert spec.cores_of == {"gpu0": (0,), "cpu0": (1, 2), "cpu1": (4, 5)}
+    text = slurm_conf(spec)
+    assert "NodeName=gpu0 NodeAddr=127.0.0.1 NodeHostname=localhost Port=21001 CPUs=1 " in text
+    assert "NodeName=cpu[0-1] NodeAddr=127.0.0.1 NodeHostname=localhost Port=[21002-21003] CPUs=2 " in text
+    assert spec_of(ClusterShape(1, 1, 1), cores=(0, 1)).cores_of == {"gpu0": (0,), "cpu0": (1,)}
+    assert spec_of().cores_of == {}
+    with pytest.raises(ConfigError, match=r"--own-cores: 1 core\(s\) for 2 nodes: each needs one"):
+        spec_of(ClusterShape(1, 1, 1), cores=(0,))
+
+
 def test_more_settings_come_last() -> None:
     more = ("PreemptType=preempt/partition_prio", "PartitionName=workers Nodes=cpu[0-1] State=UP")
     assert slurm_conf(spec_of(settings=more)) == slurm_conf(spec_of()) + "".join(line + "\n" for line in more)

@@ -16,6 +16,9 @@ SLURM_BENCHMARKS := elastic stages holes site_load fidelity
 CLUSTER_BENCHMARKS := sched opp simulate cost model frag
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
+# What the demo needs, and nothing of the developers' tools.
+DEMO_VENV := .venv-demo
+
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
 # Folders of peers' files: some that are given, and those that test-peers collects; CLONES=DIR: from clones (test-all, too).
 PEERS ?= ../shared/peers build/peers
@@ -27,21 +30,32 @@ TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
 venv: $(VENV)/.ready
 
+# An environment with an extra of the package: $(1) the environment, $(2) the extra.
+define environment
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+  [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; } || { \
+  echo "python3-venv is missing: apt-get install python3-venv" >&2; exit 1; }
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+@# Not compiled: of 14,000 modules most are never imported, and half of the time went into them.
+$(1)/bin/pip install -q --disable-pip-version-check "$(TORCH)" -e '.[$(2)]' --no-compile
+@# The throw-away cluster is a command of the checkout alone.
+@printf '#!%s\nimport sys\n\nsys.path.insert(0, "%s")\nfrom tests.devcluster.__main__ import main\n\nsys.exit(main())\n' \
+  "$(CURDIR)/$(1)/bin/python" "$(CURDIR)" >$(1)/bin/devcluster && chmod +x $(1)/bin/devcluster
+@touch $(1)/.ready
+endef
+
 $(VENV)/.ready: pyproject.toml
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-	  [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; } || { \
-	  echo "python3-venv is missing: apt-get install python3-venv" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# Not compiled: of 14,000 modules most are never imported, and half of the time went into them.
-	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)" -e '.[dev]' --no-compile
-	@# The throw-away cluster is a command of the checkout alone.
-	@printf '#!%s\nimport sys\n\nsys.path.insert(0, "%s")\nfrom tests.devcluster.__main__ import main\n\nsys.exit(main())\n' \
-	  "$(CURDIR)/$(BIN)/python" "$(CURDIR)" >$(BIN)/devcluster && chmod +x $(BIN)/devcluster
-	@touch $@
+	$(call environment,$(VENV),dev)
+
+$(DEMO_VENV)/.ready: pyproject.toml
+	$(call environment,$(DEMO_VENV),demo)
+	@# What the runs import is compiled before: the first one would pay for both.
+	@env -u PYTHONDONTWRITEBYTECODE sh -c '$(DEMO_VENV)/bin/python -c "import h5py, scipy.ndimage, sklearn.datasets, torch" && \
+	  $(DEMO_VENV)/bin/python -m compileall -q hetstream/*/'
 
 # Real Slurm for the demo and the tests; without root or apt both go on without it and say so.
 slurm: venv
-	@$(BIN)/python -m tests.devcluster install || echo "Slurm is not installed: tests marked slurm will skip" >&2
+	@$(BIN)/devcluster install || echo "Slurm is not installed: tests marked slurm will skip" >&2
 
 # Interpreters, shells and the like; what cannot be had is said here, and its tests are skipped.
 programs: venv
@@ -50,12 +64,14 @@ programs: venv
 all-programs: venv
 	@$(BIN)/python -m tests.programs --all
 
-demo: venv slurm
-	$(BIN)/python sbatch_templates/digits/demo.py --json build/demo.json
+# build/demo.json has its figures, build/demo.svg the picture that docs/demo.svg is one of.
+demo: $(DEMO_VENV)/.ready
+	@$(DEMO_VENV)/bin/devcluster install || echo "Slurm is not installed: the demo runs without" >&2
+	$(DEMO_VENV)/bin/python sbatch_templates/digits/demo.py --json build/demo.json
 
 # The second demo: rows of a table, a feature graph and a recommendation model; it needs no Slurm.
-demo-dlrm: venv
-	$(BIN)/python sbatch_templates/dlrm/demo.py
+demo-dlrm: $(DEMO_VENV)/.ready
+	$(DEMO_VENV)/bin/python sbatch_templates/dlrm/demo.py
 
 style: venv
 	$(BIN)/ruff check .

@@ -30,13 +30,15 @@ HERE = Path(__file__).resolve().parent
 DEVCLUSTER = str(Path(sys.executable).with_name("devcluster"))  # of a checkout
 SLURM_OUT = "digits-*.out"  # train.sbatch's --output
 LOCAL_OUT = "digits-local.out"
-LOCAL_DATA_WORKERS = 2  # as in train.sbatch
+# The trainer needs no more: a batch takes about half as long again to make as to train on.
+MOST_DATA_WORKERS = 3
 # Each takes a few seconds on an idle machine; these end a run that hangs.
 COMMAND_TIMEOUT_S = 90.0
-RUN_TIMEOUT_S = 150.0
+RUN_TIMEOUT_S = 240.0
 KILL_AFTER_S = 15.0
 POLL_INTERVAL_S = 0.2
 JOB_POLL_INTERVAL_S = 0.5
+LOOK_S = 0.5
 _START = time.monotonic()
 
 
@@ -59,6 +61,28 @@ class Place:
     reason: str
     prefix: tuple[str, ...] = ()
     slurm_version: str | None = None
+
+
+def cores() -> list[int]:
+    """The machine's cores that this program may use: the first is the GPU node's, data workers have the others."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def num_data_workers() -> int:
+    return max(1, min(len(cores()) - 1, MOST_DATA_WORKERS))
+
+
+def busy_share() -> float:
+    """Part of the machine's cores that are in use now, 0 to 1; the load average still has what was a minute ago."""
+
+    def ticks() -> tuple[int, int]:
+        used = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        return sum(used), used[3] + used[4]
+
+    before = ticks()
+    time.sleep(LOOK_S)
+    whole, idle = (now - then for now, then in zip(ticks(), before, strict=True))
+    return 1 - idle / whole if whole else 0.0
 
 
 def say(text: str) -> None:
@@ -89,8 +113,10 @@ def place(force_local: bool) -> Iterator[Place]:
     name = f"demo-{os.getpid()}"
     try:
         try:
-            say("booting a throw-away Slurm cluster: 2 GPU nodes (fake GPUs) and 4 CPU nodes")
-            facts = json.loads(command([DEVCLUSTER, "up", "--name", name, "--json"]))
+            say("booting a throw-away Slurm cluster: a GPU node (fake GPU) with one core, a CPU node with the others")
+            shape = ["--gpu-nodes=1", "--gpus-per-node=1", "--cpu-nodes=1"]
+            shape += ["--own-cores"] if len(cores()) > 1 else ["--cpus-per-node=1"]
+            facts = json.loads(command([DEVCLUSTER, "up", "--name", name, *shape, "--json"]))
         except DemoError as error:
             say(f"local backend: the cluster did not start: {error}")
             facts = None
@@ -156,11 +182,16 @@ def run_job(where: Place, submit: list[str], folder: Path) -> tuple[str, report.
     return job_id, report.read_output(read_all(folder, SLURM_OUT), elapsed_s), report.components_of(shown)
 
 
-def run_program(argv: list[str], folder: Path) -> report.Run:
-    """Run a command here and follow it to its end."""
-    say(f"$ cd {os.path.relpath(folder)} && {shlex.join(argv)}")
-    with open(folder / LOCAL_OUT, "wb") as output:
-        process = subprocess.Popen(argv, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+def run_program(argv: list[str], folder: Path, on: list[int]) -> report.Run:
+    """Run a command here, on some cores, and follow it to its end."""
+    say(f"$ cd {os.path.relpath(folder)} && taskset --cpu-list {','.join(map(str, on))} {shlex.join(argv)}")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, on)  # inherited
+    try:
+        with open(folder / LOCAL_OUT, "wb") as output:
+            process = subprocess.Popen(argv, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+    finally:
+        os.sched_setaffinity(0, before)
     try:
         elapsed_s = follow(lambda: process.poll() is not None, folder, LOCAL_OUT, POLL_INTERVAL_S)
     finally:
@@ -200,7 +231,7 @@ def plain_run(where: Place, folder: Path, program: list[str]) -> report.Run:
     """The script without hetstream, on the same cluster."""
     if where.backend == "slurm":
         return run_job(where, ["sbatch", "--parsable", "train.sbatch"], folder)[1]
-    return run_program(program, folder)
+    return run_program(program, folder, cores()[:1])
 
 
 def streamed_run(
@@ -208,15 +239,17 @@ def streamed_run(
 ) -> tuple[report.Run, tuple[report.Component, ...], dict[str, Any]]:
     """The script with hetstream: the run, the components it had, and hetstream's summary."""
     if where.backend == "slurm":
-        job_id, run, components = run_job(where, ["hetstream", "sbatch", "--parsable", "train.sbatch"], folder)
+        # The script has one, for two cores.
+        more = [f"--data-workers={num_data_workers()}"] if num_data_workers() > 1 else []
+        job_id, run, components = run_job(where, ["hetstream", "sbatch", "--parsable", *more, "train.sbatch"], folder)
         summary = folder / ".hetstream" / f"job-{job_id}" / "summary.json"
     else:
-        workers = ["--data-workers", str(LOCAL_DATA_WORKERS)]
-        run = run_program(["hetstream", "run", *workers, "--json", "summary.json", "--", *program], folder)
+        workers = ["--data-workers", str(num_data_workers())]
+        run = run_program(["hetstream", "run", *workers, "--json", "summary.json", "--", *program], folder, cores())
         here = os.uname().nodename
         components = (
             report.Component("trainer", 1, 1, 0, here),
-            report.Component("data_workers", 1, LOCAL_DATA_WORKERS, 0, here),
+            report.Component("data_workers", 1, num_data_workers(), 0, here),
         )
         summary = folder / "summary.json"
     return run, components, json.loads(summary.read_text())
@@ -224,7 +257,7 @@ def streamed_run(
 
 def demo(work_dir: Path, force_local: bool) -> report.Result:
     """All stages; the cluster, if there was one, is gone at the end."""
-    load_before = os.getloadavg()[0]
+    busy_before = busy_share()
     shutil.rmtree(work_dir, ignore_errors=True)
     work_dir.mkdir(parents=True)
     data = work_dir / "digits.h5"
@@ -234,10 +267,11 @@ def demo(work_dir: Path, force_local: bool) -> report.Result:
         ids = {split: file[split]["ids"][:].tolist() for split in file}
     program, epochs = report.program_of((HERE / "train.sbatch").read_text())
     with place(force_local) as where:
-        say("first without hetstream, for comparison")
+        say("first without hetstream, for comparison: the GPU node's core alone")
         plain = plain_run(where, run_folder(work_dir, "plain"), program)
-        say("now with hetstream: the same script and program")
+        say("now with hetstream: the same script and program, and data workers on the other core(s)")
         streamed, components, summary = streamed_run(where, run_folder(work_dir, "hetstream"), program)
+    compared_steps, differing_steps = report.compared_of(summary)
     ledger, plain_ledger = (read_all(work_dir / name, "ledger.jsonl") for name in ("hetstream", "plain"))
     return report.Result(
         backend=where.backend,
@@ -246,11 +280,13 @@ def demo(work_dir: Path, force_local: bool) -> report.Result:
         components=components,
         delivery=report.count_delivery(ledger.splitlines(), ids, epochs),
         same_order=ledger == plain_ledger,
-        wait_share=report.wait_share_of(summary),
+        num_samples=len(ids["train"]),
+        compared_steps=compared_steps,
+        differing_steps=differing_steps,
         streamed=streamed,
         plain=plain,
-        machine_cpus=len(os.sched_getaffinity(0)),
-        load_before=load_before,
+        num_cores=len(cores()),
+        busy_before=busy_before,
     )
 
 
@@ -260,7 +296,7 @@ def stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--json", type=Path, help="write the result to this file, and a picture beside it")
     parser.add_argument("--work-dir", type=Path, default=Path("build/demo"), help="emptied first (%(default)s)")
     parser.add_argument("--local", action="store_true", help="do not boot a cluster")
     args = parser.parse_args()
@@ -282,7 +318,9 @@ def main() -> int:
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result.as_json(), indent=1) + "\n")
-        say(f"wrote {args.json}")
+        drawing = args.json.with_suffix(".svg")
+        drawing.write_text(report.picture(result))
+        say(f"wrote {args.json} and {drawing}")
     return 0 if result.passed else 1
 
 

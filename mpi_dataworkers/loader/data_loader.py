@@ -29,12 +29,12 @@ from hetstream.mpi_dataworkers.loader.pass_iterator import LocalSource, PassIter
 from hetstream.mpi_dataworkers.loader.position import LoaderPosition, OnDevice, Position, PositionTracker
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.statistics import SkippedSample
+from hetstream.mpi_dataworkers.loader.torch_calls import torch_options
 from hetstream.mpi_dataworkers.loader.unmodified import (
     distributed_identity,
     make_connection,
     pipeline_of,
     say_pinning_has_no_effect,
-    torch_options,
 )
 from hetstream.mpi_dataworkers.ops.pipeline import BatchStage, fingerprint_of
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState

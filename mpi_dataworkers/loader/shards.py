@@ -533,7 +533,13 @@ class PassShards:
 
     @classmethod
     def divided(
-        cls, division: Division, seed: int, epoch: int, num_copies: int, state: dict[str, Any] | None
+        cls,
+        division: Division,
+        seed: int,
+        epoch: int,
+        num_copies: int,
+        state: dict[str, Any] | None,
+        worker_seeds: WorkerSeeds | None = None,
     ) -> PassShards:
         """Data that is divided.
 
@@ -542,10 +548,11 @@ class PassShards:
             seed, epoch: of the order and of the random state of samples.
             num_copies: see the class; a state has its own.
             state: position to continue from, of `state`; None for the beginning.
+            worker_seeds: see the class.
         """
         num_copies = int(state["copies"]) if state else num_copies
         interleave = interleave_of(division, num_copies, state)
-        shards = cls(seed, epoch, interleave, division=division, num_copies=num_copies)
+        shards = cls(seed, epoch, interleave, division=division, num_copies=num_copies, worker_seeds=worker_seeds)
         if state:
             shards.position = int(state["step"])
             shards.snapshots = dict(snapshots_of(state))

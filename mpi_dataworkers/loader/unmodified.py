@@ -7,12 +7,9 @@ the samples come in the order that they have without hetstream, and the program'
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
-import inspect
 import itertools
 import logging
-import types
 import uuid
 import warnings
 import weakref
@@ -35,6 +32,8 @@ from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLo
 from hetstream.mpi_dataworkers.loader.pass_iterator import LocalSource, PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.shards import LookAhead, PartlyListedSteps, PassShards
+from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in, torch_options
+from hetstream.mpi_dataworkers.loader.unmodified_streams import StreamedStreamIter, why_no_stream
 from hetstream.mpi_dataworkers.loader.user_errors import is_of_sample
 from hetstream.mpi_dataworkers.ops.pipeline import BatchStage, Pipeline, device_of
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets
@@ -59,17 +58,20 @@ def distributed_identity() -> tuple[int, int] | None:
 
 def why_not_streamable(loader: Any) -> str | None:
     """Why a torch DataLoader cannot be streamed, or None when it can."""
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return (
-            f"{type(loader.dataset).__name__} is an IterableDataset, and the start-up hook streams indexed datasets "
-            "only. To stream it, use hetstream.DataLoader"
-        )
-    if loader.num_workers == 0 and not streams_in_process_loaders():
+    is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if loader.num_workers == 0 and (is_stream or not streams_in_process_loaders()):
         return (
             "torch promises that the program's own dataset makes these batches; set num_workers=1 or more, or "
             "--stream-in-process-loaders, to let data workers make them"
         )
-    if not hasattr(loader.dataset, "__len__") and loader.batch_sampler is None and loader.sampler is None:
+    if is_stream and (reason := why_no_stream(loader)) is not None:
+        return reason
+    if (
+        not is_stream
+        and not hasattr(loader.dataset, "__len__")
+        and loader.batch_sampler is None
+        and loader.sampler is None
+    ):
         return f"{type(loader.dataset).__name__} has no length and there is no sampler"
     if loader.multiprocessing_context is not None:
         return "multiprocessing_context asks for worker processes of this program. To stream it, leave that out"
@@ -107,23 +109,6 @@ def _is_unseen(sampler: Any) -> bool:
         # It draws anew with replacement, and when it goes round.
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
     return kind in _UNSEEN or kind is torch.utils.data.RandomSampler or name in _UNSEEN_BY_NAME
-
-
-def torch_options(loader: Any) -> dict[str, Any]:
-    """Keywords of the local torch loader that runs the pipeline in process."""
-    options: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory and torch.cuda.is_available(),
-        "worker_init_fn": loader.worker_init_fn,
-        "timeout": loader.timeout,
-    }
-    if loader.num_workers > 0:
-        options |= {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "persistent_workers": loader.persistent_workers,
-        }
-    return options
 
 
 def pipeline_of(
@@ -184,44 +169,6 @@ def make_connection(
     return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))
 
 
-# Calls of torch's functions from where torch calls them.
-#
-# torch gives a warning the place of the caller (`stacklevel=2`), and programs filter by it. A frame of ours would be
-# that place.
-
-
-def call_as_in(caller: Any, name: str, function: Any, *arguments: Any) -> None:
-    """Call a function as if another one did, on the line on which that one calls something of this name.
-
-    Args:
-        caller: a function of torch, also one that others have wrapped.
-        name: of an attribute.
-        function: what to call.
-        arguments: of the call.
-    """
-    caller = inspect.unwrap(caller)
-    if (line := _line_of(caller, name)) is None:
-        function(*arguments)
-        return
-    code = _call.__code__.replace(
-        co_filename=caller.__code__.co_filename, co_name=caller.__code__.co_name, co_firstlineno=line - 1
-    )
-    types.FunctionType(code, caller.__globals__)(function, arguments)
-
-
-def _line_of(caller: Any, name: str) -> int | None:
-    """The line; None where there is no such call, or nobody sees it."""
-    code = getattr(caller, "__code__", None)
-    if code is None:
-        return None
-    begins = next((each.offset for each in dis.get_instructions(code) if each.argval == name), -1)
-    return next((line for first, stop, line in code.co_lines() if first <= begins < stop), None)
-
-
-def _call(function: Any, arguments: Any) -> None:
-    function(*arguments)  # on the first line: `call_as_in` counts on it
-
-
 _log = logging.getLogger(__name__)
 _TorchIterator: Any = torch_dataloader._BaseDataLoaderIter
 # Where a loader object keeps what belongs to it. A table beside it would keep alive a loader that collates with its own
@@ -263,6 +210,12 @@ class _Kept:
             connection.close()
             self._leaves = None
 
+    def leave(self, reason: str) -> None:
+        """Leave the service for good, and say why, if nobody has."""
+        if self.connection is not None:
+            _say_local(type(self.connection.pipeline.dataset).__name__, reason)
+        self.stay_local()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
@@ -288,13 +241,18 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
     if loader.num_workers > 0:
         check = "check_worker_number_rationality"
         call_as_in(as_torch, check, getattr(loader, check))
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        if sent is None:  # without a service torch makes its batches
+            return as_torch(loader)
+        return StreamedStreamIter(loader, kept, sent, next(kept.passes) == 0)
     return StreamedLoaderIter(loader, kept, sent)
 
 
 def connection_of(loader: Any) -> LoaderConnection | None:
-    """A loader's connection under the hook; None where it stays local."""
+    """A loader's connection under the hook, for stages that are to move; None where it stays local, and for streams."""
     kept = _kept_by(loader)
-    return kept.connection if kept is not None else None
+    is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    return kept.connection if kept is not None and not is_stream else None
 
 
 def notice(iterator: object, loader: Any) -> None:

@@ -614,7 +614,7 @@ def open_shard(
     shared: SharedRounds | None = None,
     pipeline_id: str = "",
 ) -> ShardReader | RankReader:
-    """A reader of one shard, for this rank.
+    """A reader of one shard, for this rank, of a loader of hetstream's own.
 
     Args:
         shard: which one.

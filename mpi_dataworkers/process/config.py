@@ -59,6 +59,13 @@ _NOT_SENT = (
     # names of one run
     *("WANDB_*", "MLFLOW_*", "PYTEST_*"),
 )
+# Of these, what says which of its job's processes a trainer is.
+_OF_RANK = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
+)
 # What a host's own set-up decides; it is sent when the program itself has changed it.
 _SENT_IF_CHANGED = (
     *("PATH", "MANPATH", "INFOPATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "LD_*"),
@@ -361,6 +368,11 @@ def compression_from_environment(environ: Mapping[str, str] = os.environ) -> boo
     if value == "zstd" and importlib.util.find_spec("zstandard") is None:
         raise ConfigError(f"HETSTREAM_COMPRESSION=zstd needs the zstandard library: {install_command('zstd')}")
     return value == "zstd"
+
+
+def rank_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+    """The variables that say which of its job's processes this is; None for one that is not set."""
+    return {name: environ.get(name) for name in _OF_RANK}
 
 
 def _trainers_of(num_tasks: int, environ: Mapping[str, str]) -> int:

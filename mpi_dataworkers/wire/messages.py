@@ -201,12 +201,18 @@ class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         passes_before: passes that these processes have made already; 0 without persistent_workers.
         generators: a digest of the state of each generator that dataset and `collate_fn` hold when the processes start.
         are_kept: these processes make the next pass, too, as with persistent_workers.
+        rank, world_size: of the trainer in `torch.distributed`; 0, 0 where it has initialised none. These three are for
+            streams, which divide themselves by them.
+        environment: the variables that say which of its job's processes the trainer is; None: it has no such variable.
     """
 
     base_seed: int
     passes_before: int
     generators: list[int]
     are_kept: bool = False
+    rank: int = 0
+    world_size: int = 0
+    environment: dict[str, str | None] = {}
 
 
 class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -25,6 +25,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     GrantLease,
     ProvidePipeline,
     SessionSpec,
+    ShardOrder,
 )
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.fork_server import (
@@ -225,6 +226,7 @@ class Pipelines:
         # processes torch keeps from pass to pass.
         self._passes: set[str] = set()
         self._lasting: set[str] = set()
+        self._streams: set[str] = set()  # of these sessions, those whose steps follow from those before
         # The small pipeline that its supervisor was asked to load for later processes. It is kept when no loader uses
         # it any more: it costs nothing, and its fork server has the program's modules.
         self._prepared = ""
@@ -314,14 +316,19 @@ class Pipelines:
             ForkedAnew: this process has made samples of a pass that is over.
             LeaseGone: the lease was revoked while it waited.
         """
-        if self._passes - self._leases.sessions.keys():
-            if self._is_supervised and not self._lasting:
+        going_on = self._leases.sessions.keys()
+        if self._passes - going_on:
+            # Who takes over a stream reads all of it again, so this process stays with one.
+            has_stream = bool(self._streams & going_on)
+            if self._is_supervised and not self._lasting and not has_stream:
                 self._wait_for_fork(self._page.shares or self._page.wished[0] or lease.session.pipeline_id, lease)
                 raise ForkedAnew
             for name in self._pipelines.keys() - self._lasting:
                 self._forget(name)
             self._passes.clear()
         self._passes.add(lease.session.session_id)
+        if isinstance(lease.session.order, ShardOrder):
+            self._streams = {lease.session.session_id, *(self._streams & going_on)}
         seeds = lease.session.worker_seeds
         if seeds is not None and seeds.are_kept:
             self._lasting.add(lease.session.pipeline_id)

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     without,
 )
 from hetstream.mpi_dataworkers.ops.streams import RankReader, Shard, ShardReader, SharedRounds, open_shard
+from hetstream.mpi_dataworkers.ops.torch_streams import TorchsWorker, held_by
 from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, plan_of
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
@@ -264,7 +265,9 @@ class StepMaker:
         self._cache = BatchCache(cache_bytes)
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
         self._said_one_thread = False
-        self._readers: dict[str, ShardReader | RankReader] = {}  # by session
+        self._readers: dict[str, ShardReader | RankReader | TorchsWorker] = {}  # by session
+        # Of the generators that the objects of a stream's pipeline hold, before any of its readers has drawn.
+        self._first_states: dict[str, list[Any]] = {}
         self._rounds = SharedRounds()
         self._tried: set[str] = set()  # pipelines of which a sample was made twice
 
@@ -412,11 +415,19 @@ class StepMaker:
         self._page.at_sample(-1)
         return msgspec.structs.replace(earlier, batch=pipeline.finished(earlier.batch, their_seeds[0]))
 
-    def _reader(self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
+    def _reader(
+        self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline
+    ) -> ShardReader | RankReader | TorchsWorker:
         """The shard's reader, which stays where the last lease left it."""
         if session.session_id not in self._readers:
             for session_id in self._readers.keys() - self._leases.sessions.keys():
                 del self._readers[session_id]
+            if session.worker_seeds is not None:
+                states = self._first_states.setdefault(session.pipeline_id, held_by(pipeline).states())
+                self._readers[session.session_id] = TorchsWorker(
+                    pipeline, order, session.worker_seeds, self._page.at_sample, states
+                )
+                return self._readers[session.session_id]
             self._readers[session.session_id] = open_shard(
                 Shard(pipeline, order, session.seed, session.epoch),
                 self._page.at_sample,

@@ -1,0 +1,305 @@
+"""Streaming for torch's own DataLoader over an IterableDataset, in a program that does not know hetstream.
+
+torch gives each of N worker processes a copy of the dataset, and batch k is the next one of worker k mod N among those
+that have more. Data workers play these N workers (`ops.torch_streams`), so the batches are torch's own.
+
+That they are is seen in each pass: it begins with torch's own worker processes, which give the program its batches.
+Meanwhile data workers make the same ones, and those are compared. When enough were equal and data workers are where the
+program is, torch's processes end, and data workers go on. So no time is lost where data workers come late, and nothing
+is where they differ: torch goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import time
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch.utils.data import dataloader as torch_dataloader
+
+from hetstream.mpi_dataworkers.loader.batch_comparison import compare
+from hetstream.mpi_dataworkers.loader.canary import Differs
+from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipeline
+from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader, forks
+from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator
+from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
+from hetstream.mpi_dataworkers.loader.session import Ended, LoaderSession, LocalFallback, Step
+from hetstream.mpi_dataworkers.loader.shards import Division, PassShards
+from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in, torch_options
+from hetstream.mpi_dataworkers.loader.user_errors import is_of_sample, summary_of, timed_out
+from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
+from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy
+from hetstream.mpi_dataworkers.process.config import rank_environment
+from hetstream.mpi_dataworkers.process.handlers import others
+from hetstream.mpi_dataworkers.wire.messages import Failure, WorkerSeeds
+
+_log = logging.getLogger(__name__)
+_TorchIterator: Any = torch_dataloader._BaseDataLoaderIter
+
+# Batches of each worker that are compared at least, in a loader's first pass and in later ones.
+_FIRST_OF_EACH, _LATER_OF_EACH = 2, 1
+_LEAST_COMPARED = 8
+# The number that is compared is drawn: up to 2 ** _DEEPER times as many, so that what shows late shows in some pass.
+_DEEPER = 3.0
+# For how long the program may wait until data workers are where it is, and of the pass so far.
+_PAUSE_S, _PAUSE_SHARE = 2.0, 0.05
+# Without any data worker for so long, torch's workers read all of the pass again: one that is lost comes back sooner.
+_NONE_FOR_S = 30.0
+_LOOK_AGAIN_S = 0.05
+
+
+class Keeper(Protocol):
+    """What a loader object keeps from one iterator to the next; see `unmodified`."""
+
+    connection: LoaderConnection | None
+
+    def leave(self, reason: str) -> None:
+        """Leave the service for good, and say why."""
+
+
+class _NotYet(Exception):
+    """The next step is not there."""
+
+
+class StreamSource(RemoteSource):
+    """The steps of a stream from data workers. What they do not make is not made here: it raises `Differs`.
+
+    Attributes:
+        waits: for the next step; else `take` raises `_NotYet`.
+    """
+
+    waits = False
+    _without_since: float | None = None
+
+    def _take_from(self, sessions: list[LoaderSession]) -> tuple[int, Step | LocalFallback | Ended]:
+        timeout_s = self._connection.timeout_s
+        last = time.monotonic() + timeout_s if timeout_s > 0 else None
+        while True:
+            try:
+                found = self._client.take(sessions, last if self.waits else time.monotonic())
+            except TimeoutError:
+                if not self.waits:
+                    raise _NotYet from None
+                raise timed_out(timeout_s) from None
+            step = found[1]
+            if not isinstance(step, LocalFallback):
+                self._without_since = None
+                return found
+            if not self.waits:
+                raise _NotYet
+            now = time.monotonic()
+            if last is not None and now >= last:
+                raise timed_out(timeout_s)
+            # Data workers that are there may read again what one that was lost had read.
+            self._without_since = None if step.is_late else self._without_since or now
+            if self._without_since is not None and now - self._without_since > _NONE_FOR_S:
+                raise Differs(self.shards.position, step.reason)
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _look_at_failure(self, step: int, failure: Failure) -> None:  # noqa: ARG002
+        # torch's own workers raise it where they raise it.
+        raise Differs(self.shards.position, f"a data worker raises {failure.error_type[1]}: {summary_of(failure)}")
+
+
+class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
+    """torch's iterator of a DataLoader over an IterableDataset, whose batches come from data workers.
+
+    Args:
+        loader: a DataLoader of torch.
+        kept: what it keeps; it has a connection to a service.
+        sent: what data workers run.
+        is_first: no pass of this loader has begun before.
+    """
+
+    def __init__(self, loader: Any, kept: Keeper, sent: SentPipeline, is_first: bool) -> None:
+        self._kept = kept
+        self._streamed: PassIterator | None = None
+        self._plain: Any = None  # torch's own iterator
+        connection = kept.connection
+        assert connection is not None
+        generator = loader.generator or torch.default_generator
+        before = generator.get_state()
+        call_as_in(torch_dataloader._MultiProcessingDataLoaderIter.__init__, "__init__", super().__init__, loader)
+        self._reset(loader, first_iter=True)
+        self._connection = connection
+        self._num_given = 0  # to the program
+        self._copies: dict[int, Any] = {}  # of what torch's workers have given it, by step
+        each = _FIRST_OF_EACH if is_first else _LATER_OF_EACH
+        least = max(each * self._num_workers, _LEAST_COMPARED if is_first else 0)
+        self._num_to_compare = int(least * 2 ** random.Random().uniform(0, _DEEPER))
+        self._began = time.monotonic()
+        self._first_came = 0.0
+        self._batch_size = loader.batch_size or 1
+        self._plain = iter(self._torchs_loader(loader, before))
+        # The same, whose processes wait: they have what the program is now.
+        self._spare = self._torchs_loader(loader, before)
+        if forks(loader.multiprocessing_context):
+            try:
+                self._spare.start_workers()
+            except OSError:  # they are not needed yet
+                _log.debug("torch's worker processes begin when they are needed", exc_info=True)
+        self._source = StreamSource(connection, _shards_of(loader, self._base_seed), sent=sent)
+        self._streamed = PassIterator(connection, self._source, owner=kept)
+
+    def _torchs_loader(self, loader: Any, generator_state: torch.Tensor) -> PlainLoader:
+        """The loader as it is without us; its workers have the base seed of this pass."""
+        generator = torch.Generator()
+        generator.set_state(generator_state)
+        return PlainLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate_fn=loader.collate_fn,
+            generator=generator,
+            **torch_options(loader),
+        )
+
+    def _next_data(self) -> Any:
+        reason = ""
+        try:
+            if self._streamed is not None and self._plain is not None:
+                self._look()
+            if self._streamed is not None and self._plain is None:
+                batch = next(self._streamed)
+                self._num_given += 1
+                return batch
+        except Differs as found:
+            reason = str(found)
+        if reason:  # here, where `Differs` is not the context of what the program's own samples raise
+            self._go_on_locally(reason)
+        return self._next_of_torch()
+
+    def _look(self) -> None:
+        """Compare what data workers have made by now, and let them go on in the place of torch's workers, if they can.
+
+        Raises:
+            Differs: they cannot.
+        """
+        if self._kept.connection is None:  # another iterator of this loader has left, and has said why
+            self._end_streaming()
+            return
+        shards, source = self._source.shards, self._source
+        with contextlib.suppress(_NotYet):
+            while shards.position < self._num_given:
+                self._compare_next()
+        if self._is_there():
+            source.waits = True
+            while shards.position < self._num_given:
+                self._compare_next()
+            self._plain = None  # its processes end
+
+    def _compare_next(self) -> None:
+        """Move past the next step, which the program has."""
+        number, found = self._source.shards.position, self._source.take()
+        if found is None:
+            raise Differs(number, f"data workers have {number} batches, and torch's own have more")
+        if isinstance(found, Exception):
+            raise Differs(number, f"a data worker raises {type(found).__name__}")
+        self._first_came = self._first_came or time.monotonic()
+        if number in self._copies:
+            expected = self._copies.pop(number)
+            with generators_kept():
+                try:
+                    comparison = compare(found.payload, expected)
+                except others() as error:
+                    raise Differs(
+                        number, f"batch {number} cannot be compared: {type(error).__name__}: {error}"
+                    ) from error
+            self._connection.count(compared_steps=1, differing_steps=bool(comparison.differences))
+            if comparison.not_compared and self._connection.canary is not None:
+                self._connection.canary.say(f"no rule compares {', '.join(comparison.not_compared[:3])}", "no rule")
+            if comparison.differences:
+                raise Differs(number, f"batch {number} of data workers is not torch's own: {comparison.differences[0]}")
+        self._source.advance()
+
+    def _is_there(self) -> bool:
+        """Whether enough was compared, and data workers are where the program is, or will be soon."""
+        position, now = self._source.shards.position, time.monotonic()
+        if position < self._num_to_compare:
+            return False
+        missing_s = (self._num_given - position) * (now - self._first_came) / position
+        return missing_s <= max(_PAUSE_S, _PAUSE_SHARE * (now - self._began))
+
+    def _next_of_torch(self) -> Any:
+        if self._plain is None:
+            raise StopIteration
+        began = time.monotonic()
+        try:
+            batch = next(self._plain)
+        except StopIteration:
+            self._end_streaming()
+            raise
+        except Exception as error:
+            if is_of_sample(error) and self._streamed is not None:
+                # What follows in that worker process is torch's to say.
+                self._leave(f"torch's own worker raises {type(error).__name__}, and goes on")
+            raise
+        number, self._num_given = self._num_given, self._num_given + 1
+        if self._streamed is not None and number < self._num_to_compare:
+            try:
+                with generators_kept():
+                    self._copies[number] = copy.deepcopy(batch)  # the program may write to it
+            except others() as error:
+                self._leave(f"its batches cannot be copied, and so not be compared: {type(error).__name__}: {error}")
+        self._connection.count(steps=1, samples=self._batch_size, local_steps=1, wait_s=time.monotonic() - began)
+        return batch
+
+    def _go_on_locally(self, reason: str) -> None:
+        """From here on torch's workers make all batches of this loader."""
+        if self._plain is not None:
+            self._leave(reason)
+            return
+        number = self._num_given
+        self._leave(f"{reason}. Its own workers read the {number} batches again that it has had in this pass")
+        plain = iter(self._spare)
+        while number:
+            try:
+                next(plain)
+            except StopIteration:
+                break
+            except Exception as error:
+                if not is_of_sample(error):
+                    raise
+            number -= 1
+        self._plain = plain
+
+    def _leave(self, reason: str) -> None:
+        self._end_streaming()
+        self._kept.leave(reason)
+
+    def _end_streaming(self) -> None:
+        streamed, self._streamed = self._streamed, None
+        self._copies.clear()
+        if streamed is not None:
+            streamed.close()
+
+
+def _shards_of(loader: Any, base_seed: int) -> PassShards:
+    """One stream of steps for each of torch's workers, read in turn."""
+    number = loader.num_workers
+    plan = ShardingPlan(ShardingPolicy.HINT, "exactly_once", Cut.ITSELF, number, number)
+    division = Division(plan, -1, loader.batch_size or 0, loader.drop_last, False, 0, False, 0, 1)
+    return PassShards.divided(division, base_seed, 0, 1, None, worker_seeds=_seeds_of_trainer(base_seed))
+
+
+def _seeds_of_trainer(base_seed: int) -> WorkerSeeds:
+    distributed = torch.distributed
+    is_known = distributed.is_available() and distributed.is_initialized()
+    rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if is_known else (0, 0)
+    return WorkerSeeds(base_seed, 0, [], rank=rank, world_size=world_size, environment=rank_environment())
+
+
+def why_no_stream(loader: Any) -> str | None:
+    """Why a torch DataLoader over an IterableDataset stays local, or None."""
+    if isinstance(loader.dataset, torch.utils.data.IterDataPipe):
+        return "torch gives its DataPipes random numbers that all workers share. To stream it, use an IterableDataset"
+    if loader.persistent_workers:
+        return "persistent_workers keeps each worker's dataset from pass to pass in a process of this program"
+    if not forks(None):
+        return "its workers are not forked: what they begin with is not what the program has now"
+    return None

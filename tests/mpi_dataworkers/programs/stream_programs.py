@@ -1,0 +1,178 @@
+"""IterableDatasets of programs that know nothing of hetstream: how they divide themselves, draw, end and fail."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch.utils.data import IterableDataset, get_worker_info
+
+_shared_rng = np.random.default_rng(7)
+_seen = 0
+
+
+def part() -> tuple[int, int]:
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+class Numbers(IterableDataset[Any]):
+    """Each worker has every n-th number, through a shuffle buffer, with noise of all three global generators."""
+
+    def __init__(self, length: int = 160, buffer: int = 10) -> None:
+        self.length, self.buffer, self.epoch = length, buffer, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def numbers(self) -> Iterator[int]:
+        worker, workers = part()
+        yield from range(worker, self.length, workers)
+
+    def __iter__(self) -> Iterator[Any]:
+        waiting: list[int] = []
+        for number in self.numbers():
+            waiting.append(number)
+            if len(waiting) > self.buffer:
+                yield self.element(waiting.pop(random.randrange(len(waiting))))
+        for number in waiting:
+            yield self.element(number)
+
+    def element(self, number: int) -> Any:
+        return {"at": torch.tensor([number, self.epoch, part()[0]]), "torch": torch.rand(2), "numpy": np.random.rand(2)}
+
+
+class WithLength(Numbers):
+    def __len__(self) -> int:
+        return self.length
+
+
+class Uneven(Numbers):
+    """Worker w has 10 * w numbers: the first none, and each ends before the next one."""
+
+    def numbers(self) -> Iterator[int]:
+        worker, _ = part()
+        yield from range(10 * worker)
+
+
+class Undivided(Numbers):
+    """Every worker reads all."""
+
+    def numbers(self) -> Iterator[int]:
+        yield from range(self.length // 2)
+
+
+class Divided(IterableDataset[Any]):
+    """`worker_init_fn` divides it, as torch's documentation shows."""
+
+    def __init__(self, start: int = 0, end: int = 120) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(self.start, self.end))
+
+
+def divide(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    dataset = info.dataset
+    size = -(-(dataset.end - dataset.start) // info.num_workers)
+    start = dataset.start + worker_id * size
+    dataset.start, dataset.end = start, min(start + size, dataset.end)
+    random.random()
+
+
+class OwnGenerators(Numbers):
+    """It draws from generators that it holds, and one of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy, self.python = np.random.default_rng(1), random.Random(2)
+        self.torch = torch.Generator().manual_seed(3)
+
+    def element(self, number: int) -> Any:
+        drawn = [self.numpy.random(), self.python.random(), _shared_rng.random(), part()[0] + number]
+        return torch.tensor(drawn), torch.rand(1, generator=self.torch)
+
+
+class CountsInItsModule(Numbers):
+    """What one worker process leaves in its module: each of torch's has its own."""
+
+    def element(self, number: int) -> Any:
+        global _seen
+        _seen += 1
+        return torch.tensor([number, _seen])
+
+
+class CountsItsPasses(Numbers):
+    """As webdataset's shuffle does: which pass it is, its iterators count."""
+
+    def numbers(self) -> Iterator[int]:
+        self.epoch += 1
+        return super().numbers()
+
+
+class SaysItsProcess(Numbers):
+    def element(self, number: int) -> Any:
+        return torch.tensor([number, os.getpid()])
+
+
+class Raises(Numbers):
+    """One element of the second worker cannot be made; its iterator goes on behind it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.element, self.numbers())
+
+    def element(self, number: int) -> Any:
+        if number == 81:
+            raise ValueError(f"{number} is damaged")
+        return super().element(number)
+
+
+class StopsBySample(Numbers):
+    def element(self, number: int) -> Any:
+        if number == 83:
+            next(iter([]))
+        return super().element(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.element, self.numbers())
+
+
+class HoldsAnIterator(Numbers):
+    """It cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = (number for number in range(3))
+
+
+class Slow(Numbers):
+    def element(self, number: int) -> Any:
+        time.sleep(0.01)
+        return super().element(number)
+
+
+class OfRank(Numbers):
+    """Each rank has its part, as `torch.distributed` and the environment say."""
+
+    def numbers(self) -> Iterator[int]:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        assert (rank, ranks) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        worker, workers = part()
+        yield from range(rank * workers + worker, self.length, ranks * workers)
+
+
+def noisy_collate(samples: list[Any]) -> Any:
+    """A batch, and what it draws itself."""
+    return torch.stack([sample["at"] for sample in samples]), random.random(), np.random.rand(), torch.rand(1)
+
+
+def seed_by_worker(worker_id: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)
+    random.seed(worker_id)

@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.batch_comparison import Difference, compare
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of
 from hetstream.mpi_dataworkers.loader.shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.loader.witness import MOST_S, Made, NotMade, Witness
+from hetstream.mpi_dataworkers.ops.batch_comparison import Difference, compare
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, generators_kept
 from hetstream.mpi_dataworkers.process.handlers import others
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy

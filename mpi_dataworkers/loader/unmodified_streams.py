@@ -22,7 +22,6 @@ import torch
 import torch.distributed
 from torch.utils.data import dataloader as torch_dataloader
 
-from hetstream.mpi_dataworkers.loader.batch_comparison import compare
 from hetstream.mpi_dataworkers.loader.canary import Differs
 from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipeline
 from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader, forks
@@ -32,6 +31,7 @@ from hetstream.mpi_dataworkers.loader.session import Ended, LoaderSession, Local
 from hetstream.mpi_dataworkers.loader.shards import Division, PassShards
 from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in, torch_options
 from hetstream.mpi_dataworkers.loader.user_errors import is_of_sample, summary_of, timed_out
+from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
 from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy
 from hetstream.mpi_dataworkers.process.config import rank_environment

@@ -17,7 +17,6 @@ import torch
 from torch.utils import _pytree
 from torch.utils.data._utils import signal_handling
 
-from hetstream.mpi_dataworkers.loader.batch_comparison import compare
 from hetstream.mpi_dataworkers.loader.isolated_steps import limited_to_rest
 from hetstream.mpi_dataworkers.loader.local_workers import (
     PlainLoader,
@@ -26,6 +25,7 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
     no_collate,
 )
 from hetstream.mpi_dataworkers.loader.user_errors import handed_over, of_dead_process, raised_by_torch, summary_of
+from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 from hetstream.mpi_dataworkers.ops.changes import acts_on_files, changed_by
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, StagedBatch, describe_failure
 from hetstream.mpi_dataworkers.ops.process_memory import PrivateMemory

@@ -3,14 +3,21 @@
 Its batches are torch's own: the dataset is a copy, the generators begin as torch seeds worker process w of a pass and
 go on from batch to batch, and torch's own fetcher reads (torch/utils/data/_utils/worker.py, `_worker_loop`). So a
 reader that begins anew comes to the same batches, and none of them can be had without those before it.
+
+A dataset with `state_dict` and `load_state_dict` may save who takes over from reading them again. Whether it goes on
+where it was is seen first: a second copy that is given the state makes the next batch, too. What a shuffle buffer
+holds, say, is often not part of a state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import math
 import os
 import random
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -21,10 +28,16 @@ from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 from hetstream.mpi_dataworkers.ops.pipeline import LARGEST_BASE_SEED, MadeStep, OwnGenerators, Pipeline, SampleError
+from hetstream.mpi_dataworkers.order.sharding import pack, unpack
 from hetstream.mpi_dataworkers.wire.messages import Failure, ShardOrder, WorkerSeeds
 
+_log = logging.getLogger(__name__)
 _Kinds: Any = _DatasetKind
+# A state is taken this often, and is believed after so many have shown that a copy goes on from them.
+_SAVES_EACH_S = 10.0
+_PROOFS = 2
 _numpy_seed: Any = torch_worker._generate_state
 # What user code may draw from: the generators of Python, NumPy and torch, and those that its objects and modules hold.
 _States = tuple[Any, Any, torch.Tensor, list[Any]]
@@ -43,10 +56,9 @@ class TorchsWorker:
     Attributes:
         pipeline: as given.
         num_steps: how many batches it has, -1 until its end was reached.
-        snapshot, snapshot_step: none: who takes over reads again.
+        snapshot: what another one needs to go on; empty where there is no new one.
+        snapshot_step: the batch that comes next there.
     """
-
-    snapshot, snapshot_step = b"", 0
 
     def __init__(
         self,
@@ -60,17 +72,22 @@ class TorchsWorker:
         self._order, self._workers, self._at_sample, self._first_states = order, workers, at_sample, first_states
         self._indices = [None] * order.batch_size if order.batch_size else None  # what torch's sampler gives it
         self._position = self._num_samples = 0
+        self._ahead: list[MadeStep | SampleError | None] = []  # what was made to prove a state
         self._fetcher: Any = None
         self._info: Any = None
         self._held = OwnGenerators()
         self._states: _States | None = None
+        self.snapshot, self.snapshot_step = b"", 0
+        self._num_proved = 0  # states with which a second copy has gone on
+        self._next_save = time.monotonic() + _SAVES_EACH_S
 
     def read(self, step: int, snapshot: bytes = b"", without: Collection[Failure] = ()) -> MadeStep | None:  # noqa: ARG002
         """Make one batch, and all before it that this reader has not made.
 
         Args:
             step: which one.
-            snapshot, without: as of `ShardReader.read`; neither is used.
+            snapshot: of a reader that was at or before the step; "" for the beginning.
+            without: as of `ShardReader.read`; not used.
 
         Returns:
             The batch; None when there are fewer.
@@ -81,18 +98,27 @@ class TorchsWorker:
         """
         if 0 <= self.num_steps <= step:
             return None
-        if self._fetcher is None or step < self._position:
-            self._begin()
+        saved = unpack(snapshot) if snapshot else None
+        if saved is not None and saved["step"] > step:
+            saved = None
+        if self._fetcher is None or step < self._position or (saved is not None and self._position < saved["step"]):
+            try:
+                self._begin(saved)
+            except SampleError:
+                if saved is None:
+                    raise
+                self._begin(None)
         while self._position < step:
             # What a batch before this one raises was, or will be, raised in its own place.
             with contextlib.suppress(SampleError):
-                if self._fetch() is None:
+                if self._next() is None:
                     return None
-        made = self._fetch()
-        return None if made is None else MadeStep(made[0], self._num_samples, 0, [])
+        if self._position > 0 and time.monotonic() >= self._next_save:
+            self._save()
+        return self._next()
 
-    def _begin(self) -> None:
-        """Be a worker process that torch starts now."""
+    def _begin(self, saved: dict[str, Any] | None) -> None:
+        """Be a worker process that torch starts now, or one that was at a snapshot."""
         pipeline, order, workers = self.pipeline, self._order, self._workers
         if self._first_states is not None:  # others have drawn since
             held_by(pipeline).restore(self._first_states)
@@ -103,41 +129,102 @@ class TorchsWorker:
                 f"{type(pipeline.dataset).__name__} cannot be copied, and each worker reads a copy of its own: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        seed = (workers.base_seed & LARGEST_BASE_SEED) + order.shard
+        base_seed = workers.base_seed & LARGEST_BASE_SEED
+        seed = base_seed + order.shard
         self._info = torch_worker.WorkerInfo(id=order.shard, num_workers=order.num_shards, seed=seed, dataset=dataset)
         self._held = OwnGenerators(dataset, pipeline.collate_fn, pipeline.worker_init_fn)
-        self._position, self._states, self._fetcher = 0, None, None
+        self._position, self._ahead, self._states, self._fetcher = 0, [], None, None
         self._at_sample(-1)
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
-        np.random.seed(_numpy_seed(workers.base_seed & LARGEST_BASE_SEED, order.shard))
+        np.random.seed(_numpy_seed(base_seed, order.shard))
         try:
             with self._acting():
                 if pipeline.worker_init_fn is not None:
                     pipeline.worker_init_fn(order.shard)
+                if saved is not None and not saved["iterators"]:
+                    dataset.load_state_dict(saved["state"])
                 arguments = dataset, self._indices is not None, self._collate, order.drop_last
-                self._fetcher = _Kinds.create_fetcher(_Kinds.Iterable, *arguments)
+                fetcher = _Kinds.create_fetcher(_Kinds.Iterable, *arguments)
+                if saved is not None and saved["iterators"]:
+                    fetcher.dataset_iter.load_state_dict(saved["state"])
         except Exception as error:
             raise SampleError(-1) from error
+        if saved is not None:
+            self._position, self._states = saved["step"], saved["states"]
+            self._held = OwnGenerators(dataset, pipeline.collate_fn, pipeline.worker_init_fn)
+        self._fetcher = fetcher
 
     def _collate(self, samples: Any) -> Any:
         self._num_samples = 1 if self._indices is None else len(samples)
         return self.pipeline.collate_fn(samples)
 
-    def _fetch(self) -> tuple[Any] | None:
+    def _next(self) -> MadeStep | None:
         """The next batch; None at the end."""
+        found = self._ahead.pop() if self._ahead else self._fetched()
+        if found is None:
+            self.num_steps = self._position
+            return None
+        self._position += 1
+        if isinstance(found, SampleError):
+            raise found
+        return found
+
+    def _fetched(self) -> MadeStep | SampleError | None:
+        """What torch's fetcher gives next."""
         self._at_sample(-1)
         try:
             with self._acting():
                 batch = self._fetcher.fetch(self._indices)
         except StopIteration:  # also of a sample or `collate_fn`, as in torch
-            self.num_steps = self._position
             return None
-        except Exception as error:
-            self._position += 1
-            raise SampleError(-1) from error
-        self._position += 1
-        return (batch,)
+        except Exception as error:  # noqa: BLE001, user code may raise anything
+            raised = SampleError(-1)
+            raised.__cause__ = error
+            return raised
+        return MadeStep(batch, self._num_samples, 0, [])
+
+    def _save(self) -> None:
+        """Take a snapshot, if the dataset has a state from which another copy goes on as this one does."""
+        dataset, iterator = self._info.dataset, self._fetcher.dataset_iter
+        owner = next((each for each in (iterator, dataset) if _has_state(each)), None)
+        self._next_save = time.monotonic() + _SAVES_EACH_S if owner is not None else math.inf
+        if owner is None:
+            return
+        try:
+            with self._acting():
+                state = owner.state_dict()
+            snapshot = pack(
+                {
+                    "step": self._position,
+                    "iterators": owner is iterator,
+                    "state": state,
+                    "states": self._states,
+                }
+            )
+            if self._num_proved < _PROOFS:
+                self._prove(snapshot)
+        except Exception as error:  # noqa: BLE001, user code; what has no state is read again
+            _log.info("no state of %s is used: %r", type(owner).__name__, error)
+            self._next_save = math.inf
+            return
+        self.snapshot, self.snapshot_step = snapshot, self._position
+
+    def _prove(self, snapshot: bytes) -> None:
+        """See that a second copy goes on from a snapshot as this one does: both make the next batch.
+
+        Raises:
+            PipelineError: it does not.
+        """
+        other = TorchsWorker(self.pipeline, self._order, self._workers, self._at_sample, self._first_states)
+        other._begin(unpack(snapshot))
+        found, expected = other._fetched(), self._fetched()
+        self._ahead = [expected]
+        if not isinstance(found, MadeStep) or not isinstance(expected, MadeStep):
+            raise PipelineError("its end and its errors prove nothing")
+        if differences := compare(found.batch, expected.batch).differences:
+            raise PipelineError(f"batch {self._position} of a copy that was given it is another: {differences[0]}")
+        self._num_proved += 1
 
     @contextlib.contextmanager
     def _acting(self) -> Iterator[None]:
@@ -151,6 +238,10 @@ class TorchsWorker:
         finally:
             torch_worker._worker_info = before
             self._states = _states_now(self._held)
+
+
+def _has_state(owner: Any) -> bool:
+    return all(hasattr(owner, name) for name in ("state_dict", "load_state_dict"))
 
 
 def held_by(pipeline: Pipeline) -> OwnGenerators:

@@ -335,7 +335,8 @@ class StepMaker:
         dropped = self._cache.take_dropped()
         if reader is None:
             return FinishLease(lease.token, busy_s, dropped, waited_s=waited_s)
-        return FinishLease(lease.token, busy_s, dropped, reader.snapshot, reader.snapshot_step, waited_s)
+        snapshot, reader.snapshot = reader.snapshot, b""  # it is told once
+        return FinishLease(lease.token, busy_s, dropped, snapshot, reader.snapshot_step, waited_s)
 
     def _run_user_code(
         self, lease: GrantLease, step: int, lacking: set[int]

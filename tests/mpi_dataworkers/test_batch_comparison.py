@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hetstream.mpi_dataworkers.loader.batch_comparison import compare
+from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of kinds of tensors that it will give up
 # Quantised ones have no storage that could be set.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.loader.batch_comparison import compare
+from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 from hetstream.mpi_dataworkers.process.handlers import of_handler, others, suppressed_others
 
 

@@ -21,7 +21,7 @@ from hooking import connection_of, hooked
 from torch.utils.data import DataLoader, IterDataPipe
 
 from hetstream.mpi_dataworkers.loader import unmodified_streams
-from hetstream.mpi_dataworkers.loader.batch_comparison import compare
+from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 
 # More worker processes than this machine has CPUs.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

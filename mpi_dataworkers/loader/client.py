@@ -856,6 +856,7 @@ class ServiceClient:
             session = self._sessions.get(header.session_id)
             if session is not None and not session.buffer.is_revoked(header.token):
                 session.end_at(header.num_steps)
+                session.kept = header.kept
                 self._changed.notify()
 
     def _rebuild(self, session: LoaderSession, header: Batch, frames: Sequence[Buffer]) -> None:

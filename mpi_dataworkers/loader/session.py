@@ -222,6 +222,7 @@ class LoaderSession:
         snapshot: where the reader of a shard was at or before the position, "" for its beginning.
         num_lost: steps that were lost and passed over.
         rest_lost: the steps after `num_steps` were lost.
+        kept: what `EndOfShard` says that the next pass begins with; None before it came.
         buffer: steps that have come and were not taken.
         held_bytes: of the batches that wait in the buffer.
         known_steps: steps of a listed order that the dispatcher was told, or will be.
@@ -238,6 +239,7 @@ class LoaderSession:
         self.num_lost = 0
         self.suspects: set[int] = set()
         self.rest_lost = False
+        self.kept: bytes | None = None
         self.buffer = ReorderBuffer(first_step, request.in_order, request.taken_out_of_order)
         self.held_bytes = 0
         self.known_steps = request.num_steps if isinstance(session.order, PlannedOrder) else first_step

@@ -61,8 +61,8 @@ def why_not_streamable(loader: Any) -> str | None:
     is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     if loader.num_workers == 0 and (is_stream or not streams_in_process_loaders()):
         return (
-            "torch promises that the program's own dataset makes these batches; set num_workers=1 or more, or "
-            "--stream-in-process-loaders, to let data workers make them"
+            "torch promises that the program's own dataset makes these batches; set num_workers=1 or more"
+            f"{'' if is_stream else ', or --stream-in-process-loaders,'} to let data workers make them"
         )
     if is_stream and (reason := why_no_stream(loader)) is not None:
         return reason

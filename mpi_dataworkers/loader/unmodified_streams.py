@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 from torch.utils.data import dataloader as torch_dataloader
 
+from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.canary import Differs
 from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipeline
 from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader, forks
@@ -33,6 +34,7 @@ from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in, torch_optio
 from hetstream.mpi_dataworkers.loader.user_errors import is_of_sample, summary_of, timed_out
 from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
+from hetstream.mpi_dataworkers.ops.torch_streams import beginning_with, pack_states, places_of_shared
 from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy
 from hetstream.mpi_dataworkers.process.config import rank_environment
 from hetstream.mpi_dataworkers.process.handlers import others
@@ -51,6 +53,7 @@ _PAUSE_S, _PAUSE_SHARE = 2.0, 0.05
 # Without any data worker for so long, torch's workers read all of the pass again: one that is lost comes back sooner.
 _NONE_FOR_S = 30.0
 _LOOK_AGAIN_S = 0.05
+_KEPT_WITHIN_S = 5.0
 
 
 class Keeper(Protocol):
@@ -71,10 +74,27 @@ class StreamSource(RemoteSource):
 
     Attributes:
         waits: for the next step; else `take` raises `_NotYet`.
+        kept: what the workers that have ended begin the next pass with, by number, if they are kept.
     """
 
     waits = False
     _without_since: float | None = None
+
+    def __init__(self, connection: LoaderConnection, shards: PassShards, sent: SentPipeline) -> None:
+        super().__init__(connection, shards, sent=sent)
+        self.kept: dict[int, bytes] = {}
+        self._are_kept = shards.seeds.workers is not None and shards.seeds.workers.are_kept
+
+    def _end_shard(self, slot_index: int, how: Ended) -> None:
+        session = self._sessions[slot_index]
+        shard = self._shard_of[session.session_id]
+        deadline = time.monotonic() + _KEPT_WITHIN_S
+        # The dispatcher may have said first that it has ended.
+        while self._are_kept and session.kept is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+        if session.kept:
+            self.kept[shard] = session.kept
+        super()._end_shard(slot_index, how)
 
     def _take_from(self, sessions: list[LoaderSession]) -> tuple[int, Step | LocalFallback | Ended]:
         timeout_s = self._connection.timeout_s
@@ -117,34 +137,80 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
     """
 
     def __init__(self, loader: Any, kept: Keeper, sent: SentPipeline, is_first: bool) -> None:
-        self._kept = kept
+        self._kept, self._sent, self._is_first = kept, sent, is_first
         self._streamed: PassIterator | None = None
         self._plain: Any = None  # torch's own iterator
-        connection = kept.connection
-        assert connection is not None
+        self._history: list[tuple[int, bool]] = []  # of the passes of kept workers: batches, and whether it ended
+        self._from_before: dict[int, bytes] = {}  # what kept workers begin with
+        assert kept.connection is not None
+        self._connection: LoaderConnection = kept.connection
         generator = loader.generator or torch.default_generator
         before = generator.get_state()
         call_as_in(torch_dataloader._MultiProcessingDataLoaderIter.__init__, "__init__", super().__init__, loader)
-        self._reset(loader, first_iter=True)
-        self._connection = connection
-        self._num_given = 0  # to the program
-        self._copies: dict[int, Any] = {}  # of what torch's workers have given it, by step
-        each = _FIRST_OF_EACH if is_first else _LATER_OF_EACH
-        least = max(each * self._num_workers, _LEAST_COMPARED if is_first else 0)
-        self._num_to_compare = int(least * 2 ** random.Random().uniform(0, _DEEPER))
-        self._began = time.monotonic()
-        self._first_came = 0.0
+        # All of them are as the program is now, also those whose processes wait.
+        self._torchs, self._spare = self._torchs_loader(loader, before), self._torchs_loader(loader, before)
         self._batch_size = loader.batch_size or 1
-        self._plain = iter(self._torchs_loader(loader, before))
-        # The same, whose processes wait: they have what the program is now.
-        self._spare = self._torchs_loader(loader, before)
-        if forks(loader.multiprocessing_context):
-            try:
-                self._spare.start_workers()
-            except OSError:  # they are not needed yet
-                _log.debug("torch's worker processes begin when they are needed", exc_info=True)
-        self._source = StreamSource(connection, _shards_of(loader, self._base_seed), sent=sent)
-        self._streamed = PassIterator(connection, self._source, owner=kept)
+        self._held_states = pack_states(kept.connection.pipeline)
+        self._plain = iter(self._torchs)
+        try:
+            self._spare.start_workers()
+        except OSError:  # they are not needed yet
+            _log.debug("torch's worker processes begin when they are needed", exc_info=True)
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin a pass; with persistent_workers, also the second one and those after it."""
+        super()._reset(loader, first_iter)
+        reason = ""
+        if not first_iter:
+            reason = self._end_pass()
+        each = _FIRST_OF_EACH if self._is_first else _LATER_OF_EACH
+        least = max(each * self._num_workers, _LEAST_COMPARED if self._is_first else 0)
+        self._is_first = False
+        self._num_to_compare = int(least * 2 ** random.Random().uniform(0, _DEEPER)) if self._plain is not None else 0
+        self._num_given, self._is_over = 0, False
+        self._copies: dict[int, Any] = {}  # of what torch's workers have given it, by step
+        self._began, self._first_came = time.monotonic(), 0.0
+        if reason:
+            self._go_on_locally(reason)
+        elif self._kept.connection is not None:
+            shards = _shards_of(loader, self._base_seed, self._held_states, self._history, self._from_before)
+            self._source = StreamSource(self._connection, shards, self._sent)
+            self._source.waits = self._plain is None
+            self._streamed = PassIterator(self._connection, self._source, owner=self._kept)
+
+    def _end_pass(self) -> str:
+        """Get ready for another pass of kept workers; gives why it cannot be made by data workers, or ""."""
+        was_streamed = self._streamed is not None
+        if was_streamed and self._plain is not None and self._is_over:
+            self._catch_up()
+        self._history.append((self._num_given, self._is_over))
+        if self._streamed is not None:
+            self._streamed.close()
+            self._streamed = None
+        if self._plain is not None:
+            self._plain = iter(self._torchs)
+        if self._kept.connection is None:
+            return ""
+        if not self._is_over:
+            return "the program has left a pass, and how far its kept workers were then, data workers do not know"
+        if len(self._source.kept) < self._num_workers:
+            return "what its kept workers hold at the end of a pass cannot be sent, or came too late"
+        self._from_before = self._source.kept
+        assert self._connection.sent_pipelines is not None
+        try:
+            self._sent = self._connection.sent_pipelines.with_shared_memory(self._sent)
+        except PipelineError as error:
+            return str(error)
+        return ""
+
+    def _catch_up(self) -> None:
+        """Have data workers come to the end of a pass that the program is through with."""
+        self._source.waits = True
+        with contextlib.suppress(Differs):
+            while self._source.shards.position < self._num_given:
+                self._compare_next()
+            self._source.take()
 
     def _torchs_loader(self, loader: Any, generator_state: torch.Tensor) -> PlainLoader:
         """The loader as it is without us; its workers have the base seed of this pass."""
@@ -165,9 +231,9 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             if self._streamed is not None and self._plain is not None:
                 self._look()
             if self._streamed is not None and self._plain is None:
-                batch = next(self._streamed)
-                self._num_given += 1
-                return batch
+                self._is_over = not self._streamed.wait()
+                self._num_given += not self._is_over
+                return next(self._streamed)
         except Differs as found:
             reason = str(found)
         if reason:  # here, where `Differs` is not the context of what the program's own samples raise
@@ -232,7 +298,9 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         try:
             batch = next(self._plain)
         except StopIteration:
-            self._end_streaming()
+            self._is_over = True
+            if not self._persistent_workers:
+                self._end_streaming()
             raise
         except Exception as error:
             if is_of_sample(error) and self._streamed is not None:
@@ -254,19 +322,12 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         if self._plain is not None:
             self._leave(reason)
             return
-        number = self._num_given
-        self._leave(f"{reason}. Its own workers read the {number} batches again that it has had in this pass")
-        plain = iter(self._spare)
-        while number:
-            try:
-                next(plain)
-            except StopIteration:
-                break
-            except Exception as error:
-                if not is_of_sample(error):
-                    raise
-            number -= 1
-        self._plain = plain
+        number = self._num_given + sum(number for number, _ in self._history)
+        self._leave(f"{reason}. Its own workers read {number} batches again that it has had" if number else reason)
+        for number, is_over in self._history:
+            _read_again(iter(self._spare), number + is_over)
+        self._plain, self._torchs = iter(self._spare), self._spare
+        _read_again(self._plain, self._num_given)
 
     def _leave(self, reason: str) -> None:
         self._end_streaming()
@@ -279,27 +340,38 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             streamed.close()
 
 
-def _shards_of(loader: Any, base_seed: int) -> PassShards:
+def _read_again(plain: Any, num_batches: int) -> None:
+    """Have torch's workers make batches that the program has had, with what its samples raised."""
+    for _ in range(num_batches):
+        try:
+            next(plain)
+        except StopIteration:
+            return
+        except Exception as error:
+            if not is_of_sample(error):
+                raise
+
+
+def _shards_of(
+    loader: Any, base_seed: int, held: bytes, history: list[tuple[int, bool]], from_before: dict[int, bytes]
+) -> PassShards:
     """One stream of steps for each of torch's workers, read in turn."""
-    number = loader.num_workers
-    plan = ShardingPlan(ShardingPolicy.HINT, "exactly_once", Cut.ITSELF, number, number)
-    division = Division(plan, -1, loader.batch_size or 0, loader.drop_last, False, 0, False, 0, 1)
-    return PassShards.divided(division, base_seed, 0, 1, None, worker_seeds=_seeds_of_trainer(base_seed))
-
-
-def _seeds_of_trainer(base_seed: int) -> WorkerSeeds:
-    distributed = torch.distributed
+    number, are_kept, distributed = loader.num_workers, loader.persistent_workers, torch.distributed
     is_known = distributed.is_available() and distributed.is_initialized()
     rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if is_known else (0, 0)
-    return WorkerSeeds(base_seed, 0, [], rank=rank, world_size=world_size, environment=rank_environment())
+    shared = places_of_shared(loader.dataset) if are_kept else []
+    seeds = WorkerSeeds(base_seed, len(history), [], are_kept, rank, world_size, rank_environment(), shared, held)
+    plan = ShardingPlan(ShardingPolicy.HINT, "exactly_once", Cut.ITSELF, number, number)
+    division = Division(plan, -1, loader.batch_size or 0, loader.drop_last, False, 0, False, 0, 1)
+    shards = PassShards.divided(division, base_seed, len(history), 1, None, worker_seeds=seeds)
+    shards.snapshots = {shard: beginning_with(kept) for shard, kept in from_before.items()}
+    return shards
 
 
 def why_no_stream(loader: Any) -> str | None:
     """Why a torch DataLoader over an IterableDataset stays local, or None."""
     if isinstance(loader.dataset, torch.utils.data.IterDataPipe):
         return "torch gives its DataPipes random numbers that all workers share. To stream it, use an IterableDataset"
-    if loader.persistent_workers:
-        return "persistent_workers keeps each worker's dataset from pass to pass in a process of this program"
     if not forks(None):
         return "its workers are not forked: what they begin with is not what the program has now"
     return None

@@ -16,11 +16,14 @@ import copy
 import logging
 import math
 import os
+import pickle
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 import torch.distributed
@@ -38,6 +41,7 @@ _Kinds: Any = _DatasetKind
 # A state is taken this often, and is believed after so many have shown that a copy goes on from them.
 _SAVES_EACH_S = 10.0
 _PROOFS = 2
+_DEEPEST = 12  # no place of shared memory is looked for beyond
 _numpy_seed: Any = torch_worker._generate_state
 # What user code may draw from: the generators of Python, NumPy and torch, and those that its objects and modules hold.
 _States = tuple[Any, Any, torch.Tensor, list[Any]]
@@ -51,7 +55,6 @@ class TorchsWorker:
         order: which worker process of how many, and the form of its batches.
         workers: what torch seeds it with, and who the trainer is.
         at_sample: called with -1 before each batch.
-        first_states: of the generators that the pipeline's objects hold, as the program sent them.
 
     Attributes:
         pipeline: as given.
@@ -66,10 +69,9 @@ class TorchsWorker:
         order: ShardOrder,
         workers: WorkerSeeds,
         at_sample: Callable[[int], None] = lambda _: None,
-        first_states: Sequence[Any] | None = None,
     ) -> None:
         self.pipeline, self.num_steps = pipeline, -1
-        self._order, self._workers, self._at_sample, self._first_states = order, workers, at_sample, first_states
+        self._order, self._workers, self._at_sample = order, workers, at_sample
         self._indices = [None] * order.batch_size if order.batch_size else None  # what torch's sampler gives it
         self._position = self._num_samples = 0
         self._ahead: list[MadeStep | SampleError | None] = []  # what was made to prove a state
@@ -80,6 +82,8 @@ class TorchsWorker:
         self.snapshot, self.snapshot_step = b"", 0
         self._num_proved = 0  # states with which a second copy has gone on
         self._next_save = time.monotonic() + _SAVES_EACH_S
+        self._kept: bytes = b""  # of the pass before, with which this one begins
+        self._as_sent = b""  # the dataset at the beginning, of workers that are kept
 
     def read(self, step: int, snapshot: bytes = b"", without: Collection[Failure] = ()) -> MadeStep | None:  # noqa: ARG002
         """Make one batch, and all before it that this reader has not made.
@@ -99,7 +103,9 @@ class TorchsWorker:
         if 0 <= self.num_steps <= step:
             return None
         saved = unpack(snapshot) if snapshot else None
-        if saved is not None and saved["step"] > step:
+        if saved is not None:
+            self._kept = saved["kept"]
+        if saved is not None and (saved["step"] > step or saved["state"] is None):
             saved = None
         if self._fetcher is None or step < self._position or (saved is not None and self._position < saved["step"]):
             try:
@@ -120,15 +126,13 @@ class TorchsWorker:
     def _begin(self, saved: dict[str, Any] | None) -> None:
         """Be a worker process that torch starts now, or one that was at a snapshot."""
         pipeline, order, workers = self.pipeline, self._order, self._workers
-        if self._first_states is not None:  # others have drawn since
-            held_by(pipeline).restore(self._first_states)
-        try:
-            dataset = copy.deepcopy(pipeline.dataset)
-        except Exception as error:  # copying runs user code (__deepcopy__, __reduce__): any exception may come
-            raise PipelineError(
-                f"{type(pipeline.dataset).__name__} cannot be copied, and each worker reads a copy of its own: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        if workers.held:  # others have drawn since, and those of modules do not travel with the dataset
+            try:
+                held_by(pipeline).restore(unpack(workers.held)["states"])
+            except Exception as error:
+                raise PipelineError(f"generators that the dataset draws from are others here: {error!r}") from error
+        kept = unpack(self._kept) if self._kept else None
+        dataset = self._own_dataset(kept)
         base_seed = workers.base_seed & LARGEST_BASE_SEED
         seed = base_seed + order.shard
         self._info = torch_worker.WorkerInfo(id=order.shard, num_workers=order.num_shards, seed=seed, dataset=dataset)
@@ -140,10 +144,12 @@ class TorchsWorker:
         np.random.seed(_numpy_seed(base_seed, order.shard))
         try:
             with self._acting():
-                if pipeline.worker_init_fn is not None:
+                if pipeline.worker_init_fn is not None and kept is None:
                     pipeline.worker_init_fn(order.shard)
                 if saved is not None and not saved["iterators"]:
                     dataset.load_state_dict(saved["state"])
+                if kept is not None:
+                    _restore(kept["states"], self._held)
                 arguments = dataset, self._indices is not None, self._collate, order.drop_last
                 fetcher = _Kinds.create_fetcher(_Kinds.Iterable, *arguments)
                 if saved is not None and saved["iterators"]:
@@ -154,6 +160,38 @@ class TorchsWorker:
             self._position, self._states = saved["step"], saved["states"]
             self._held = OwnGenerators(dataset, pipeline.collate_fn, pipeline.worker_init_fn)
         self._fetcher = fetcher
+
+    def _own_dataset(self, kept: dict[str, Any] | None) -> Any:
+        """A copy of the dataset, or what was kept of it with what the program has written into shared memory since."""
+        given = self.pipeline.dataset
+        try:
+            dataset = copy.deepcopy(given) if kept is None or not kept["dataset"] else pickle.loads(kept["dataset"])
+            for path in self._workers.shared:
+                held_at(dataset, path).copy_(held_at(given, path))
+            if self._workers.are_kept and (kept is None or not kept["dataset"]):
+                self._as_sent = _pickled(dataset)
+        except Exception as error:  # copying runs user code (__deepcopy__, __reduce__): any exception may come
+            raise PipelineError(
+                f"{type(given).__name__} cannot be copied, and each worker reads a copy of its own: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return dataset
+
+    def kept(self) -> bytes:
+        """What the next pass of a worker process that torch keeps begins with, at the end of this one; else empty."""
+        if not self._workers.are_kept:
+            return b""
+        try:
+            dataset = self._info.dataset
+            pickled = _pickled(dataset)
+            if pickled == self._as_sent:
+                pickled = b""
+            elif (found := compare(pickle.loads(pickled), dataset)).differences or found.not_compared:
+                raise PipelineError(f"a copy is another: {[*found.differences, *found.not_compared][0]}")
+            return pack({"dataset": pickled, "states": self._states})
+        except Exception as error:  # noqa: BLE001, pickling runs user code
+            _log.info("what worker %d has of its dataset cannot be kept: %r", self._order.shard, error)
+            return b""
 
     def _collate(self, samples: Any) -> Any:
         self._num_samples = 1 if self._indices is None else len(samples)
@@ -200,6 +238,7 @@ class TorchsWorker:
                     "iterators": owner is iterator,
                     "state": state,
                     "states": self._states,
+                    "kept": self._kept,
                 }
             )
             if self._num_proved < _PROOFS:
@@ -216,7 +255,7 @@ class TorchsWorker:
         Raises:
             PipelineError: it does not.
         """
-        other = TorchsWorker(self.pipeline, self._order, self._workers, self._at_sample, self._first_states)
+        other = TorchsWorker(self.pipeline, self._order, self._workers, self._at_sample)
         other._begin(unpack(snapshot))
         found, expected = other._fetched(), self._fetched()
         self._ahead = [expected]
@@ -240,6 +279,46 @@ class TorchsWorker:
             self._states = _states_now(self._held)
 
 
+def beginning_with(kept: bytes) -> bytes:
+    """The snapshot with which a pass begins whose worker process was kept."""
+    return pack({"step": 0, "state": None, "kept": kept})
+
+
+def places_of_shared(root: Any) -> list[list[str | int]]:
+    """Where an object holds tensors in shared memory: names of attributes, and keys and places in what they hold."""
+    found: list[list[str | int]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[Any, list[str | int]]] = [(root, [])]
+    while waiting:
+        held, path = waiting.pop()
+        if id(held) in seen or len(path) > _DEEPEST:
+            continue
+        seen.add(id(held))
+        if isinstance(held, torch.Tensor):
+            is_shared: Any = held.is_shared  # torch does not say what it gives
+            found += [path] if is_shared() else []
+        elif isinstance(held, dict):
+            waiting += [(each, [*path, key]) for key, each in held.items() if isinstance(key, str | int)]
+        elif isinstance(held, list | tuple):
+            waiting += [(each, [*path, place]) for place, each in enumerate(held)]
+        elif hasattr(held, "__dict__") and not isinstance(held, type | ModuleType):
+            waiting += [(each, [*path, name]) for name, each in vars(held).items()]
+    return found
+
+
+def held_at(root: Any, path: list[str | int]) -> Any:
+    """What lies at a place of `places_of_shared`."""
+    for step in path:
+        inside: Any = root if isinstance(root, dict | list | tuple) else vars(root)
+        root = inside[step]
+    return root
+
+
+def _pickled(dataset: Any) -> bytes:
+    pickled: bytes = cloudpickle.dumps(dataset)
+    return pickled
+
+
 def _has_state(owner: Any) -> bool:
     return all(hasattr(owner, name) for name in ("state_dict", "load_state_dict"))
 
@@ -247,6 +326,12 @@ def _has_state(owner: Any) -> bool:
 def held_by(pipeline: Pipeline) -> OwnGenerators:
     """The generators that a pipeline's objects and their modules hold."""
     return OwnGenerators(pipeline.dataset, pipeline.collate_fn, pipeline.worker_init_fn)
+
+
+def pack_states(pipeline: Pipeline) -> bytes:
+    """The states of those generators, as they are in the program; empty where there are none."""
+    states = held_by(pipeline).states()
+    return pack({"states": states}) if states else b""
 
 
 def _states_now(held: OwnGenerators) -> _States:

@@ -31,7 +31,7 @@ from hetstream.base.training_progress import TrainingProgress
 
 # What loader, dispatcher and data worker talk about: orders, sessions, programs, failures. Holds no logic.
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 # Data workers and loaders tell the dispatcher this often that they are there.
 HEARTBEAT_S = 0.5
 
@@ -204,6 +204,8 @@ class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank, world_size: of the trainer in `torch.distributed`; 0, 0 where it has initialised none. These three are for
             streams, which divide themselves by them.
         environment: the variables that say which of its job's processes the trainer is; None: it has no such variable.
+        shared: where the dataset holds tensors in memory that its program shares with kept worker processes.
+        held: states of the generators that its objects and their modules hold, as `torch_streams.pack_states`.
     """
 
     base_seed: int
@@ -213,6 +215,8 @@ class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int = 0
     world_size: int = 0
     environment: dict[str, str | None] = {}
+    shared: list[list[str | int]] = []
+    held: bytes = b""
 
 
 class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -620,12 +624,16 @@ class FailStep(Message, frozen=True):
     failure: Failure
 
 
-class EndOfShard(Message, frozen=True):
-    """The shard of this lease's session has `num_steps` steps; also said to the loader, on the batch connection."""
+class EndOfShard(Message, frozen=True, omit_defaults=True):
+    """The shard of this lease's session has `num_steps` steps; also said to the loader, on the batch connection.
+
+    To the loader with `kept`: what is left of one of torch's worker processes that its next pass begins with.
+    """
 
     session_id: str
     num_steps: int
     token: int
+    kept: bytes = b""
 
 
 class FetchPipeline(Message, frozen=True):

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     without,
 )
 from hetstream.mpi_dataworkers.ops.streams import RankReader, Shard, ShardReader, SharedRounds, open_shard
-from hetstream.mpi_dataworkers.ops.torch_streams import TorchsWorker, held_by
+from hetstream.mpi_dataworkers.ops.torch_streams import TorchsWorker
 from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, plan_of
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
@@ -266,8 +266,6 @@ class StepMaker:
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
         self._said_one_thread = False
         self._readers: dict[str, ShardReader | RankReader | TorchsWorker] = {}  # by session
-        # Of the generators that the objects of a stream's pipeline hold, before any of its readers has drawn.
-        self._first_states: dict[str, list[Any]] = {}
         self._rounds = SharedRounds()
         self._tried: set[str] = set()  # pipelines of which a sample was made twice
 
@@ -307,7 +305,8 @@ class StepMaker:
         if result is None:
             assert reader is not None
             end = EndOfShard(session.session_id, reader.num_steps, lease.token)
-            gathered.add_alone(end, [])
+            kept = reader.kept() if isinstance(reader, TorchsWorker) else b""
+            gathered.add_alone(msgspec.structs.replace(end, kept=kept), [])
             self._dispatcher.tell(end)  # before the lease is settled
             return False
         made, spec, buffers = result
@@ -348,7 +347,7 @@ class StepMaker:
             self._say_if_threads_do_not_help(pipeline)
             try:
                 if isinstance(session.order, ShardOrder):
-                    reader = self._reader(session, session.order, pipeline)
+                    reader = self._reader(session, session.order, pipeline, lease.snapshot)
                     made = reader.read(step, lease.snapshot, lease.left_out.get(step, []))
                     if made is None:
                         return None
@@ -417,16 +416,17 @@ class StepMaker:
         return msgspec.structs.replace(earlier, batch=pipeline.finished(earlier.batch, their_seeds[0]))
 
     def _reader(
-        self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline
+        self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline, snapshot: bytes
     ) -> ShardReader | RankReader | TorchsWorker:
         """The shard's reader, which stays where the last lease left it."""
         if session.session_id not in self._readers:
             for session_id in self._readers.keys() - self._leases.sessions.keys():
                 del self._readers[session_id]
             if session.worker_seeds is not None:
-                states = self._first_states.setdefault(session.pipeline_id, held_by(pipeline).states())
+                if session.worker_seeds.passes_before and not snapshot:
+                    raise PipelineError("what its worker process had kept is lost")
                 self._readers[session.session_id] = TorchsWorker(
-                    pipeline, order, session.worker_seeds, self._page.at_sample, states
+                    pipeline, order, session.worker_seeds, self._page.at_sample
                 )
                 return self._readers[session.session_id]
             self._readers[session.session_id] = open_shard(

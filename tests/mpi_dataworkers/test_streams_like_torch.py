@@ -50,6 +50,10 @@ STREAMS: dict[str, Loader] = {
     "collate_fn draws": loader_of(programs.Numbers, collate_fn=programs.noisy_collate),
     "counts its passes": loader_of(programs.CountsItsPasses),
     "a sample ends it": loader_of(programs.StopsBySample),
+    "kept workers": loader_of(programs.Numbers, persistent_workers=True),
+    "kept workers that count": loader_of(programs.CountsItsPasses, persistent_workers=True),
+    "kept workers that share": loader_of(programs.SharesItsEpoch, persistent_workers=True),
+    "kept workers with generators": loader_of(programs.OwnGenerators, persistent_workers=True),
     "a generator of the loader": lambda: loader_of(programs.Numbers, generator=torch.Generator().manual_seed(9))(),
 }
 
@@ -78,7 +82,7 @@ def one_pass(loader: DataLoader[Any], waits_at: int = 24) -> Iterator[Any]:
             until_data_workers_go_on(iterator)
 
 
-def passes(make: Loader, number: int = 2) -> list[Any]:
+def passes(make: Loader, number: int = 3) -> list[Any]:
     torch.manual_seed(11)
     loader = make()
     got = []
@@ -112,7 +116,6 @@ LOCAL: dict[str, tuple[Loader, str]] = {
     ),
     "cannot travel": (loader_of(programs.HoldsAnIterator), "cannot be pickled"),
     "raises": (loader_of(programs.Raises), "raises ValueError"),
-    "kept workers": (loader_of(programs.Numbers, persistent_workers=True), "persistent_workers keeps"),
     "in the program's process": (loader_of(programs.Numbers, num_workers=0), "set num_workers=1 or more"),
 }
 

@@ -59,7 +59,8 @@ def worker_of(dataset: Any, **seeds: Any) -> TorchsWorker:
     """The second of three."""
     pipeline = Pipeline(dataset, torch.utils.data.default_collate, -1, num_workers=3)
     order = ShardOrder("itself", 1, 3, _BATCH_SIZE, False, False, 0, 0)
-    return TorchsWorker(pipeline, order, WorkerSeeds(_BASE_SEED, 0, [], **seeds))
+    held = torch_streams.pack_states(pipeline)
+    return TorchsWorker(pipeline, order, WorkerSeeds(_BASE_SEED, 0, [], held=held, **seeds))
 
 
 def torchs_own(dataset: Any) -> list[Any]:
@@ -114,7 +115,7 @@ def test_a_state_that_cannot_be_taken_up_is_read_again() -> None:
             raise RuntimeError("no")
 
     expected = [*batches_of(worker_of(Refuses(120)))]
-    snapshot = torch_streams.pack({"step": 5, "iterators": False, "state": {}, "states": None})
+    snapshot = torch_streams.pack({"step": 5, "iterators": False, "state": {}, "states": None, "kept": b""})
     assert not compare([*batches_of(worker_of(Refuses(120)), 6, snapshot)], expected[6:]).differences
 
 

@@ -117,6 +117,23 @@ class CountsItsPasses(Numbers):
         return super().numbers()
 
 
+class SharesItsEpoch(Numbers):
+    """As Hugging Face's datasets: kept worker processes see the epoch in shared memory; and it counts in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.passes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.shared.fill_(epoch)
+
+    def numbers(self) -> Iterator[int]:
+        self.epoch, self.passes = 10 * int(self.shared), self.passes + 1
+        self.epoch += self.passes
+        return super().numbers()
+
+
 class SaysItsProcess(Numbers):
     def element(self, number: int) -> Any:
         return torch.tensor([number, os.getpid()])

@@ -31,7 +31,7 @@ from hetstream.base.training_progress import TrainingProgress
 
 # What loader, dispatcher and data worker talk about: orders, sessions, programs, failures. Holds no logic.
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 6
 # Data workers and loaders tell the dispatcher this often that they are there.
 HEARTBEAT_S = 0.5
 

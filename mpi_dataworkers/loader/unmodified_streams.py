@@ -268,7 +268,7 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             raise Differs(number, f"a data worker raises {type(found).__name__}")
         self._first_came = self._first_came or time.monotonic()
         if number in self._copies:
-            expected = self._copies.pop(number)
+            expected = self._copies[number]
             with generators_kept():
                 try:
                     comparison = compare(found.payload, expected)
@@ -282,6 +282,7 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             if comparison.differences:
                 raise Differs(number, f"batch {number} of data workers is not torch's own: {comparison.differences[0]}")
         self._source.advance()
+        self._copies.pop(number, None)
 
     def _is_there(self) -> bool:
         """Whether enough was compared, and data workers are where the program is, or will be soon."""

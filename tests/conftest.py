@@ -14,8 +14,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -28,14 +28,10 @@ import pytest
 # By default they spin. Where several programs share two cores, that was half of what tests of models took.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from hetstream.slurm_plugin.client.run import CompletedCommand, run_slurm
-from tests.devcluster.boot import BootRequest, boot
+from tests.clusters import Devcluster, running_cluster
 from tests.devcluster.kernel import mount_memory, unshare_mounts
-from tests.devcluster.programs import SlurmPrograms, missing_programs
-from tests.devcluster.record import ClusterRecord
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from tests.devcluster.teardown import tear_down
+from tests.devcluster.programs import missing_programs
+from tests.devcluster.roots import HOST
 from tests.huge_pages import move_into_huge_pages
 
 pytest_plugins = ("tests.skips",)
@@ -167,66 +163,11 @@ def common_place() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@dataclass(frozen=True)
-class Devcluster:
-    """A running cluster.
-
-    Attributes:
-        record: what `up` wrote down: version, nodes, partitions.
-        env: the environment in which Slurm's commands reach it.
-        out_dir: a directory that jobs of every user can write to.
-    """
-
-    record: ClusterRecord
-    env: Mapping[str, str]
-    out_dir: Path
-
-    @property
-    def state_dir(self) -> Path:
-        return Path(self.record.state_dir)
-
-    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> CompletedCommand:
-        """Run a command against the cluster; SlurmCommandError if it fails."""
-        return run_slurm(argv, env=self.env, stdin=stdin, timeout_s=timeout_s)
-
-
-RunningCluster = Callable[[BootRequest, SlurmPrograms], AbstractContextManager[Devcluster]]
-
-
-@contextmanager
-def _running_cluster(request: BootRequest, programs: SlurmPrograms) -> Iterator[Devcluster]:
-    """Boot a cluster, with a directory for its jobs' output; nothing is left of either afterwards."""
-    record = boot(request, programs, print)
-    out_dir = Path("/tmp") / f"hetstream-{request.name}"
-    try:
-        out_dir.mkdir()
-        out_dir.chmod(0o1777)
-        yield Devcluster(record, record.environment(os.environ), out_dir)
-    finally:
-        tear_down(Path(record.state_dir))
-        shutil.rmtree(out_dir, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def running_cluster() -> RunningCluster:
-    """A context manager, from a request and Slurm's programs to a cluster that runs as long as the context."""
-    return _running_cluster
-
-
 @pytest.fixture(scope="session")
 def devclusters() -> Iterator[Callable[[str], Devcluster]]:
     """A function from a release ("host", "24.11", "26.05") to the session's cluster of it, booted on first use."""
     with ExitStack() as undo:
-
-        @functools.cache
-        def cluster(release: str) -> Devcluster:
-            programs = choose_programs(release, DEFAULT_CACHE_DIR, print)
-            name = f"pytest-{os.getpid()}-{release.replace('.', '')}"
-            return undo.enter_context(
-                _running_cluster(BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape()), programs)
-            )
-
-        yield cluster
+        yield functools.cache(lambda release: undo.enter_context(running_cluster("shared", release=release)))
 
 
 @pytest.fixture(scope="module")

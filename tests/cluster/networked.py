@@ -5,40 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.client.run import run_slurm
-from tests.devcluster.boot import BootRequest
+from tests.clusters import Devcluster, running_cluster
 from tests.devcluster.network import VirtualHost
-from tests.devcluster.record import ClusterRecord
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.spec import ClusterShape
 from tests.programs import require
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(Devcluster):
     """A cluster whose links can be cut."""
-
-    record: ClusterRecord
-    out_dir: Path
-
-    @property
-    def state_dir(self) -> Path:
-        return Path(self.record.state_dir)
-
-    @property
-    def env(self) -> dict[str, str]:
-        return self.record.environment(os.environ)
-
-    def run(self, *argv: str) -> str:
-        return run_slurm(argv, env=self.env).stdout
 
     def host(self, name: str) -> VirtualHost:
         assert self.record.network is not None
@@ -83,16 +63,14 @@ class Cluster:
                 subprocess.run(neighbour, check=True)
 
     def state(self, node: str) -> str:
-        return self.run("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T").strip()
+        return self.run("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T")
 
 
 @contextmanager
-def networked_cluster(release: str, shape: ClusterShape, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
+def networked_cluster(release: str, shape: ClusterShape) -> Iterator[Cluster]:
     """Boot one; the test is skipped where namespaces are not to be had."""
     require("ip")
     if subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True).returncode != 0:
         pytest.skip("network namespaces are not allowed here")
-    name = f"pytest-{os.getpid()}-net"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, shape, network=True)
-    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
-        yield Cluster(devcluster.record, devcluster.out_dir)
+    with running_cluster("net", shape, release, wrapper=Cluster, network=True) as cluster:
+        yield cluster

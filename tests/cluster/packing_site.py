@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,12 +25,9 @@ from hetstream.slurm_plugin.coordinator.table import GpuRow, ProcessRow, look
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
+from tests.clusters import Devcluster
 from tests.conftest import WaitUntil
-from tests.devcluster.boot import BootRequest
 from tests.devcluster.processes import cluster_processes
-from tests.devcluster.record import ClusterRecord
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 STEPS = 80
 OPTIONS = "#SBATCH --partition=opp --comment=hetstream:gpu-memory=128M\n"
@@ -44,11 +40,9 @@ RULES = PackingRules(settle_s=0.0, first_delay_s=1.0, longest_delay_s=1.0, busy_
 
 
 @dataclass
-class Site:
+class Site(Devcluster):
     """A cluster with two GPUs, a guaranteed job on one of them, and a packer that acts when the test says so."""
 
-    record: ClusterRecord
-    directory: Path
     wait_until: WaitUntil
     guaranteed: str = ""
     events: list[PackingEvent] = field(default_factory=list)
@@ -58,10 +52,9 @@ class Site:
     number: int = 0
 
     def __post_init__(self) -> None:
-        self.environ = dict(self.record.environment(os.environ))
-        self.sharing = Path(self.record.state_dir) / "sharing" / "gpu0"
-        self.plan = json.loads((Path(self.record.state_dir) / "run" / "plan.json").read_text())
-        slurm = PackingSlurm(self.environ)
+        self.sharing = self.state_dir / "sharing" / "gpu0"
+        self.plan = json.loads((self.state_dir / "run" / "plan.json").read_text())
+        slurm = PackingSlurm(self.env)
         self.packer = Packer(
             slurm, self.told, ["opp"], self.events.append, acting=True, quotas=lambda _: QUOTAS, rules=RULES
         )
@@ -91,22 +84,15 @@ class Site:
         gpus = [gpu for node in self.told().nodes for gpu in node.gpus]
         return any(job in (*gpu.guaranteed, *(one.job for one in gpu.sharing)) and not gpu.closed for gpu in gpus)
 
-    def run(self, *argv: str) -> str:
-        done = subprocess.run(
-            argv, cwd=self.directory, env=self.environ, capture_output=True, text=True, check=False, timeout=60
-        )
-        assert done.returncode == 0, (argv, done.stderr)
-        return done.stdout
-
     def start_guaranteed(self) -> None:
         """Submit it, and wait until it trains."""
         command = f"exec {sys.executable} {GUARANTEED} {' '.join(GUARANTEED_WORDS)} >losses 2>guaranteed.err"
         words = ("--partition=gpu", "--gpus=1", "--account=vision", "--mem=1G", "--time=20", "--output=guaranteed.out")
-        self.guaranteed = self.run("sbatch", "--parsable", *words, f"--wrap={command}").strip()
+        self.guaranteed = self.submit(*words, f"--wrap={command}")
         self.guaranteed_goes_on(5)
 
     def losses(self) -> list[str]:
-        path = self.directory / "losses"
+        path = self.out_dir / "losses"
         return path.read_text().split() if path.exists() else []
 
     def guaranteed_goes_on(self, steps: int) -> None:
@@ -124,7 +110,7 @@ class Site:
         words = [sys.executable, str(GUARANTEED), str(len(losses)), GUARANTEED_WORDS[1], "0"]
         alone = subprocess.run(words, env=environ, capture_output=True, text=True, check=True, timeout=120)
         assert losses == alone.stdout.split()
-        assert "goes on as if alone" not in (self.directory / "guaranteed.err").read_text() or self.coordinator_died
+        assert "goes on as if alone" not in (self.out_dir / "guaranteed.err").read_text() or self.coordinator_died
 
     def pack_until(self, condition: Callable[[], object], what: str, timeout_s: float = 90) -> None:
         """Let the packer act again and again until something is so."""
@@ -199,26 +185,14 @@ class Site:
 
 
 @contextlib.contextmanager
-def packing_cluster(release: str, running_cluster: Callable[..., Any], what: str) -> Iterator[Any]:
-    """One node with two GPUs."""
-    name = f"pytest-{os.getpid()}-{what}-{release.replace('.', '')}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True)
-    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
-        yield devcluster
-
-
-@contextlib.contextmanager
-def training_site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
+def training_site(running: Devcluster, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
     """A cluster with a guaranteed job that trains; at the end nothing is left of any job."""
-    directory = running.out_dir / re.sub(r"\W+", "-", request.node.name)
-    directory.mkdir()
-    site = Site(running.record, directory, wait_until)
+    site = Site(running.record, running.directory(request.node.name), wait_until)
     site.start_guaranteed()
     yield site
     print(*site.events, sep="\n")  # all that is printed is shown if the test failed
-    print((Path(running.record.state_dir) / "log" / "slurmctld.log").read_text()[-20_000:])
-    site.run("scancel", "--user=root")
-    wait_until(lambda: not site.run("squeue", "-h"), 60, "the end of all jobs")
+    print((running.state_dir / "log" / "slurmctld.log").read_text()[-20_000:])
+    site.clear(wait_until)
     wait_until(lambda: not list(site.sharing.glob("*/[0-9]*")), 10, "the end of all that the Prolog wrote")
     wait_until(lambda: not site.processes("guaranteed") + site.processes("opportunistic"), 10, "an idle GPU")
 
@@ -226,7 +200,7 @@ def training_site(running: Any, request: pytest.FixtureRequest, wait_until: Wait
 @contextlib.contextmanager
 def held_job(site: Site, steps: int = STEPS) -> Iterator[CheckpointJob]:
     """An opportunistic job that was submitted, and is held."""
-    job = CheckpointJob(site.directory / "opportunistic", site.environ, steps, step_s=0.02, options=OPTIONS)
+    job = CheckpointJob(site.out_dir / "opportunistic", site.env, steps, step_s=0.02, options=OPTIONS)
     job.submit()
     shown = site.run("scontrol", "show", "job", job.job_id)
     assert "JobState=PENDING Reason=JobHeldUser" in shown

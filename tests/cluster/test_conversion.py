@@ -35,8 +35,8 @@ FIELDS = (
 
 def described(cluster: Any, job_id: str) -> list[dict[str, str]]:
     """What slurmctld has of each component, by field, and the job is gone."""
-    shown = cluster.run(["scontrol", "show", "job", "-o", job_id]).stdout.splitlines()
-    cluster.run(["scancel", job_id])
+    shown = cluster.run("scontrol", "show", "job", "-o", job_id).splitlines()
+    cluster.run("scancel", job_id)
     return [
         dict(re.findall(r"(\S+?)=(.*?)(?= [A-Za-z/:]+=|$)", line))
         | {"line": line, "memory": "".join(re.findall(r"TRES=\S*?mem=([^,\s]+)", line))}
@@ -163,7 +163,7 @@ def test_a_chain_of_jobs_with_one_name_goes_on(
     name = f"chain-{os.getpid()}-{len(dependency)}"
     log = devcluster.out_dir / f"{name}.log"
     if "JOB" in dependency:
-        before = devcluster.run(["sbatch", "--parsable", "-o", "/dev/null", "--wrap=true"]).stdout.strip()
+        before = devcluster.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap=true")
         dependency = dependency.replace("JOB", before)
     script = f"#!/bin/bash\n#SBATCH -J {name} -d {dependency} -o /dev/null\necho $SLURM_JOB_ID >> {log}\nsleep 1\n"
     log.touch(mode=0o666)
@@ -172,9 +172,9 @@ def test_a_chain_of_jobs_with_one_name_goes_on(
         path = devcluster.out_dir / f"{name}.sh"
         path.write_text(script)
         argv = [str(HETSTREAM), "sbatch", "--parsable", *OWN, f"--jobs-dir={devcluster.out_dir}/jobs", str(path)]
-        jobs.append(devcluster.run(argv).stdout.strip())
+        jobs.append(devcluster.run(*argv))
     wait_until(lambda: log.read_text().split() == jobs, 120, "both jobs have run, one after the other")
-    wait_until(lambda: not devcluster.run(["squeue", "-h", f"--name={name}"]).stdout, 60, "the queue is empty")
+    wait_until(lambda: not devcluster.run("squeue", "-h", f"--name={name}"), 60, "the queue is empty")
 
 
 PLUGIN = """
@@ -200,7 +200,7 @@ int slurm_spank_init(spank_t spank, int argc, char **argv) {
 def with_plugin(devcluster: Any, tmp_path: Path) -> dict[str, str]:
     """The environment of a site whose sbatch has options of a SPANK plugin."""
     require("gcc")
-    said = devcluster.run(["sbatch", "--version"]).stdout
+    said = devcluster.run("sbatch", "--version")
     major, minor, micro = (int(part) for part in re.findall(r"\d+", said)[:3])
     source, library, stack = (tmp_path / name for name in ("plugin.c", "plugin.so", "plugstack.conf"))
     source.write_text(PLUGIN)
@@ -238,12 +238,12 @@ def test_options_of_a_sites_plugins_have_their_values(with_plugin: dict[str, str
 
 @pytest.mark.shows("options of SPANK plugins may have a blank before the value")
 def test_nothing_is_submitted_when_sbatch_is_asked(devcluster: Any) -> None:
-    before = devcluster.run(["squeue", "-h", "-a"]).stdout
+    before = devcluster.run("squeue", "-h", "-a")
     for name in ("wra", "wrap", "wrap=x", "gpus", "", "-", "hold"):
         sbatch_takes_value(name, devcluster.env)
-    assert devcluster.run(["squeue", "-h", "-a"]).stdout == before
+    assert devcluster.run("squeue", "-h", "-a") == before
     with pytest.raises(SlurmCommandError):
-        devcluster.run(["sbatch", "--no-such"])
+        devcluster.run("sbatch", "--no-such")
 
 
 # What a step says of itself: CPUs and memory, as slurmctld has them.
@@ -320,7 +320,7 @@ def test_steps_of_every_kind_have_what_they_have_in_a_plain_job(
         180,
         "all scripts have ended",
     )
-    wait_until(lambda: not devcluster.run(["squeue", "-h"]).stdout, 60, "the queue is empty")
+    wait_until(lambda: not devcluster.run("squeue", "-h"), 60, "the queue is empty")
 
     def steps(log: Path) -> list[str]:
         return sorted(re.findall(r"\bTRES=(\S*)", log.read_text()))
@@ -359,7 +359,7 @@ def test_a_script_reads_as_many_tasks_as_in_a_plain_job(
         180,
         "all scripts have ended",
     )
-    wait_until(lambda: not devcluster.run(["squeue", "-h"]).stdout, 60, "the queue is empty")
+    wait_until(lambda: not devcluster.run("squeue", "-h"), 60, "the queue is empty")
     found = {options: [log.read_text() for log in pair] for options, pair in logs.items()}
     assert {options: converted for options, (_, converted) in found.items()} == {
         options: plain for options, (plain, _) in found.items()
@@ -392,10 +392,10 @@ def test_steps_have_room_in_a_converted_job(
     name = f"steps-{os.getpid()}-{abs(hash(request.node.name))}"
     log, path = (devcluster.out_dir / f"{name}.{end}" for end in ("log", "sh"))
     path.write_text(STEPS.format(options=options, log=log, body=body))
-    devcluster.run([str(HETSTREAM), "sbatch", *OWN, f"--jobs-dir={devcluster.out_dir}/jobs", str(path)])
+    devcluster.run(str(HETSTREAM), "sbatch", *OWN, f"--jobs-dir={devcluster.out_dir}/jobs", str(path))
     wait_until(lambda: log.exists() and "done" in log.read_text(), 120, "the script has ended")
     assert "done 0" in log.read_text()
-    wait_until(lambda: not devcluster.run(["squeue", "-h", f"--name={path.name}"]).stdout, 60, "the job is over")
+    wait_until(lambda: not devcluster.run("squeue", "-h", f"--name={path.name}"), 60, "the job is over")
 
 
 @pytest.mark.every_release
@@ -412,11 +412,11 @@ def test_a_job_that_names_no_number_of_nodes_is_divided_as_a_plain_one(
         job = done.stdout.strip().split(";")[0]
 
         def shown() -> str:
-            return str(devcluster.run(["scontrol", "show", "job", f"{job}{component}"]).stdout)
+            return str(devcluster.run("scontrol", "show", "job", f"{job}{component}"))
 
         wait_until(lambda: "JobState=RUNNING" in shown(), 90, "its start")
         running = shown()
-        devcluster.run(["scancel", job])
+        devcluster.run("scancel", job)
         wait_until(lambda: "JobState=CANCELLED" in shown(), 60, "its end")
         return re.findall(r"\bNumNodes=(\d+) ", running)[0], re.findall(r"mem=(\w+),node=\d+", running)[-1]
 

@@ -185,9 +185,9 @@ def test_companions_that_wait_in_the_queue_hold_nothing_up_and_are_taken_back(
 ) -> None:
     """Two CPUs are free, the rest is another job's; four data workers would feed the trainer, for its first 80 s."""
     held = ["sbatch", "--parsable", "-p", "cpu", "-N4", "-n62", "--mem-per-cpu=1", "--output=/dev/null"]
-    other = devcluster.run([*held, "--wrap=sleep 600"]).stdout.strip()
+    other = devcluster.run(*held, "--wrap=sleep 600")
     try:
-        wait_until(lambda: devcluster.run(["squeue", "-hj", other, "-o", "%t"]).stdout.strip() == "R", 60)
+        wait_until(lambda: devcluster.run("squeue", "-hj", other, "-o", "%t") == "R", 60)
         directives = "--data-workers=0-6 --data-worker-cpus=1 --data-worker-cooldown=3"
         costs = ("--make-s=0.1", "--step-s=0.03,0.3,0.3,0.3,0.3", "--period=80", "--num-steps=100")
         job = submit("elastic-queue", directives, *costs)
@@ -203,7 +203,7 @@ def test_companions_that_wait_in_the_queue_hold_nothing_up_and_are_taken_back(
         wait_until(lambda: not waiting & set(job.companions()), 60, "those that waited to be gone")
         assert job.companions("R"), "what works is another matter"
     finally:
-        devcluster.run(["scancel", other])
+        devcluster.run("scancel", other)
     end(job, wait_until)
     assert job.ledger_problems(400) == []
     record = job.home / "summary.json"

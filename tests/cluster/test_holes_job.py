@@ -25,16 +25,16 @@ def jobs(devcluster: Any, wait_until: WaitUntil) -> Iterator[Callable[..., str]]
 
     def submit(*options: str, sleep_s: int = 600) -> str:
         argv = ["sbatch", "--parsable", "-p", "cpu", "--mem-per-cpu=1", "--output=/dev/null", *options]
-        submitted.append(devcluster.run([*argv, f"--wrap=exec sleep {sleep_s}"]).stdout.strip())
+        submitted.append(devcluster.run(*argv, f"--wrap=exec sleep {sleep_s}"))
         return submitted[-1]
 
     yield submit
-    devcluster.run(["scancel", "--quiet", *submitted])
-    wait_until(lambda: not devcluster.run(["squeue", "-h"]).stdout, timeout_s=120, what="an empty queue")
+    devcluster.run("scancel", "--quiet", *submitted)
+    wait_until(lambda: not devcluster.run("squeue", "-h"), timeout_s=120, what="an empty queue")
 
 
 def planned_start(devcluster: Any, job_id: str) -> str:
-    return str(devcluster.run(["squeue", "-hj", job_id, "-o", "%S"]).stdout.strip())
+    return str(devcluster.run("squeue", "-hj", job_id, "-o", "%S"))
 
 
 @pytest.mark.shows("short data workers in backfill holes move nobody's planned start")
@@ -54,7 +54,7 @@ def test_companions_run_in_front_of_a_planned_start_and_are_gone_before_it(
     try:
         wait_until(lambda: job.companions("R"), timeout_s=90, what="a companion in front of the large job")
         (first, *_) = job.companions("R")
-        shown = devcluster.run(["scontrol", "show", "job", first]).stdout
+        shown = devcluster.run("scontrol", "show", "job", first)
         assert "Scheduler=Backfill" in shown
         assert re.search(r"Nice=2147483645\b.*TimeMin=00:01:00", shown, re.DOTALL)
         assert planned_start(devcluster, large) == planned
@@ -63,11 +63,11 @@ def test_companions_run_in_front_of_a_planned_start_and_are_gone_before_it(
         wait_until(lambda: leave in log.read_text(), timeout_s=200, what="a companion that leaves in time")
         assert planned_start(devcluster, large) == planned
         wait_until(lambda: f"companion job={first} ended" in log.read_text(), timeout_s=60, what="its end")
-        shown = devcluster.run(["scontrol", "show", "job", first]).stdout
+        shown = devcluster.run("scontrol", "show", "job", first)
         assert "JobState=COMPLETED" in shown, "and not TIMEOUT"
         assert all(one["orderly"] for one in job.events("DataWorkerLost"))
         wait_until(
-            lambda: devcluster.run(["squeue", "-hj", large, "-o", "%t"]).stdout.strip() == "R",
+            lambda: devcluster.run("squeue", "-hj", large, "-o", "%t") == "R",
             timeout_s=300,
             what="the start of the large job",
         )
@@ -95,4 +95,4 @@ def test_a_least_time_that_the_job_does_not_have_is_refused_before_slurm_is_aske
     script.write_text("#!/bin/bash\n#SBATCH --gres=gpu:1 --time=2\n#HETSTREAM --data-workers=0-2\nsrun true\n")
     words = ["--data-worker-partition=cpu", "--data-worker-time-min=5:00", str(script)]
     with pytest.raises(SlurmCommandError, match=r"TimeMinTooLong.*is above --time=2 of the job"):
-        devcluster.run([str(HETSTREAM), "sbatch", *words])
+        devcluster.run(str(HETSTREAM), "sbatch", *words)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.devcluster.boot import BootRequest
-from tests.devcluster.record import ClusterRecord
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.clusters import Devcluster, running_cluster
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 DIRECTIVE = "#HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu\n"
@@ -53,41 +48,31 @@ TABLE = [(option, name) for option in FREE_TEXT for name in VALUES] + [
 ]
 
 
-@dataclass
-class Cluster:
+class Cluster(Devcluster):
     """A cluster with the plugins, and a slurm.conf beside its own that asks for no cli_filter."""
 
-    record: ClusterRecord
-    out_dir: Path
-
-    def run(self, directory: Path, *argv: str, plain: bool = False) -> subprocess.CompletedProcess[str]:
-        environ = dict(self.record.environment(os.environ))
-        if plain:
-            environ["SLURM_CONF"] = str(Path(environ["SLURM_CONF"]).with_name("plain.conf"))
-        return subprocess.run(
-            argv, cwd=directory, env=environ, capture_output=True, text=True, errors="surrogateescape", check=False,
-            timeout=120, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+    @property
+    def plain(self) -> dict[str, str]:
+        """Variables with which there is no cli_filter."""
+        return {"SLURM_CONF": str(Path(self.env["SLURM_CONF"]).with_name("plain.conf"))}
 
     def fields(self, job_id: str) -> str:
         """Name and comment of a job, or of its first component."""
-        shown = self.run(
-            self.out_dir, "squeue", "--noheader", f"--jobs={job_id}", "--sort=i",
+        shown = self.attempt(
+            "squeue", "--noheader", f"--jobs={job_id}", "--sort=i",
             "-O", f"Name:{FIELD_END},Comment:{RECORD_END}",
         )  # fmt: skip
         return shown.stdout.split(RECORD_END)[0]
 
 
 @pytest.fixture(scope="module")
-def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
+def cluster(release: str) -> Iterator[Cluster]:
     """This module's cluster of a release."""
-    name = f"pytest-{os.getpid()}-hostile-{release.replace('.', '')}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1), lua_plugins=True)
-    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
-        conf = Path(devcluster.record.environment(os.environ)["SLURM_CONF"])
-        lines = [line for line in conf.read_text().splitlines() if not line.startswith("CliFilterPlugins")]
-        conf.with_name("plain.conf").write_text("\n".join(lines) + "\n")
-        yield Cluster(devcluster.record, devcluster.out_dir)
+    with running_cluster("hostile", ClusterShape(1, 2, 1), release, wrapper=Cluster, lua_plugins=True) as cluster:
+        lines = Path(cluster.env["SLURM_CONF"]).read_text().splitlines(keepends=True)
+        kept = [line for line in lines if not line.startswith("CliFilterPlugins")]
+        Path(cluster.plain["SLURM_CONF"]).write_text("".join(kept))
+        yield cluster
 
 
 def script_of(*lines: str) -> str:
@@ -98,13 +83,14 @@ def check_alike(cluster: Cluster, directory: Path, words: list[str], what: str) 
     """Submit with and without the filter: the same answer, or the plain job and one line that says why."""
     seen = []
     for plain in (True, False):
-        done = cluster.run(directory, "sbatch", "--parsable", "--hold", *words, plain=plain)
+        variables = cluster.plain if plain else {}
+        done = cluster.attempt("sbatch", "--parsable", "--hold", *words, cwd=directory, **variables)
         job_id = done.stdout.strip()
         # A job of whatever name is looked at by its number, and goes.
         fields = cluster.fields(job_id) if done.returncode == 0 else ""
         if done.returncode == 0:
             assert job_id.isdigit(), (what, done)
-            cluster.run(directory, "scancel", job_id)
+            cluster.run("scancel", job_id)
         ours = [line for line in done.stderr.splitlines() if line.startswith("hetstream: ")]
         seen.append((done.returncode, fields, ours))
     (code, fields, _), (code_with, fields_with, ours) = seen
@@ -117,8 +103,8 @@ def test_hostile_values_of_every_option(cluster: Cluster, wait_until: Callable[.
     (directory / "keep").mkdir(parents=True)
     (directory / "keep" / "work").write_text("of somebody")
     (directory / "job.sbatch").write_text(script_of())
-    watched = cluster.run(directory, "sbatch", "--parsable", "--hold", "--job-name=watched", "--wrap=true")
-    before = cluster.fields(watched.stdout.strip())
+    watched = cluster.submit("--hold", "--job-name=watched", "--wrap=true")
+    before = cluster.fields(watched)
     for option, name in TABLE:
         value = VALUES[name].encode(errors="surrogateescape")
         word = os.fsdecode(f"--{option}=".encode() + value)
@@ -130,9 +116,9 @@ def test_hostile_values_of_every_option(cluster: Cluster, wait_until: Callable[.
     for name in ("a'b.sbatch", "a\nb.sbatch", 'a"b.sbatch', "a$(touch broken-out).sbatch", "a b\\.sbatch"):
         (directory / name).write_text(script_of())
         check_alike(cluster, directory, [name, "an 'argument'", "--", "\n"], f"a script called {name!r}")
-    assert cluster.fields(watched.stdout.strip()) == before, "nobody else's job is another one"
-    cluster.run(directory, "scancel", watched.stdout.strip())
+    assert cluster.fields(watched) == before, "nobody else's job is another one"
+    cluster.run("scancel", watched)
     assert (directory / "keep" / "work").read_text() == "of somebody"
     assert not [*cluster.out_dir.glob("**/broken-out")]
     assert not [*Path("/tmp").glob("hetstream-*/job.sbatch")], "a converted script is left"
-    wait_until(lambda: not cluster.run(directory, "squeue", "--noheader").stdout, 60, "an empty queue")
+    wait_until(lambda: not cluster.run("squeue", "--noheader"), 60, "an empty queue")

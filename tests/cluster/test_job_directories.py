@@ -33,7 +33,7 @@ def submit(devcluster: Any, directory: Path, *options: str, **more: str) -> str:
 
 def told(devcluster: Any, *words: str) -> str:
     """What a command tells that is called from another directory, with nothing in its environment."""
-    return str(devcluster.run([str(HETSTREAM), *words]).stdout)
+    return str(devcluster.run(str(HETSTREAM), *words))
 
 
 def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any, wait_until: Callable[..., None]) -> None:
@@ -45,7 +45,7 @@ def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any, wai
     assert not (directory / ".hetstream").exists()
     # sbatch waits for the script's component alone; the job master's may end a moment later.
     wait_until(lambda: not [*disk.iterdir()], timeout_s=60, what="the end of the journal on the node's disk")
-    assert told(devcluster, "job", "--logs", "--path", f"{job_id}+1", "master") == f"{place}/job-{job_id}/master.log\n"
+    assert told(devcluster, "job", "--logs", "--path", f"{job_id}+1", "master") == f"{place}/job-{job_id}/master.log"
     assert json.loads(told(devcluster, "job", "--json", job_id))["record"]["job_name"] == "job.sbatch"
 
     def cleaned() -> str:
@@ -60,7 +60,7 @@ def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any, wai
     second = submit(devcluster, devcluster.out_dir / "by-environment", "--export=NONE", HETSTREAM_JOBS_DIR=pattern)
     summary = place / f"job-{second}" / "summary.json"
     wait_until(summary.exists, timeout_s=30, what="the summary of the second job")
-    assert told(devcluster, "job", "--logs", "--path", second, "master") == f"{place}/job-{second}/master.log\n"
+    assert told(devcluster, "job", "--logs", "--path", second, "master") == f"{place}/job-{second}/master.log"
 
 
 def test_a_job_with_another_working_directory_is_found_by_its_number(devcluster: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_job_with_another_working_directory_is_found_by_its_number(devcluster:
     there.mkdir()
     job_id = submit(devcluster, devcluster.out_dir / "here", f"--chdir={there}")
     (directory,) = devcluster.out_dir.glob(f"*here/.hetstream/job-{job_id}")
-    assert told(devcluster, "job", "--logs", "--path", job_id, "master") == f"{directory}/master.log\n"
+    assert told(devcluster, "job", "--logs", "--path", job_id, "master") == f"{directory}/master.log"
 
 
 @pytest.mark.shows("every directory on the way to a job's directory is safe, or the home directory takes its place")
@@ -92,9 +92,7 @@ def test_a_directory_that_somebody_else_could_swap_holds_no_jobs(devcluster: Any
     job_id = done.stdout.strip()
     assert (home / "out").read_text() == f"file:{home}/.hetstream/job-{job_id}/address\n"
     assert [*share.iterdir()] == []
-    assert (
-        told(devcluster, "job", "--logs", "--path", job_id, "master") == f"{home}/.hetstream/job-{job_id}/master.log\n"
-    )
+    assert told(devcluster, "job", "--logs", "--path", job_id, "master") == f"{home}/.hetstream/job-{job_id}/master.log"
     # A script that was converted elsewhere, or a line of a script's own: the same is decided where the job runs.
     (home / "own.sbatch").write_text(f'#!/bin/bash\neval "$({HETSTREAM} ckpt start)"\n')
     argv = ["sbatch", "--wait", "--parsable", f"--output={home}/out", f"--export=ALL,HOME={home}", home / "own.sbatch"]

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ import pytest
 
 from hetstream.slurm_plugin.install.installation import LUA_DIR, hook_text
 from hetstream.slurm_plugin.submit.program import own_program
-from tests.devcluster.boot import BootRequest
-from tests.devcluster.record import ClusterRecord
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.clusters import Devcluster, running_cluster
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
@@ -35,28 +32,11 @@ exit 7
 SHORT = f'#!/bin/bash\n#SBATCH --output=short.out\n{DIRECTIVE}\necho "service=$HETSTREAM_SERVICE"\nexit 3\n'
 
 
-@dataclass
-class Cluster:
+class Cluster(Devcluster):
     """A cluster with the plugins, whose files the tests may change."""
 
-    record: ClusterRecord
-    out_dir: Path
-    loads: int = 0
-
-    @property
-    def state_dir(self) -> Path:
-        return Path(self.record.state_dir)
-
-    def run(self, directory: Path, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            argv, cwd=directory, env=dict(self.record.environment(os.environ)), input=stdin, capture_output=True,
-            text=True, check=False, timeout=180,
-        )  # fmt: skip
-
     def directory(self, name: str, **scripts: str) -> Path:
-        directory = self.out_dir / name
-        directory.mkdir()
-        directory.chmod(0o1777)  # a second user submits here, too
+        directory = super().directory(name)
         for script, text in scripts.items():
             (directory / f"{script}.sbatch").write_text(text)
         return directory
@@ -71,27 +51,22 @@ class Cluster:
             # slurmctld reads a file again that is newer than its last look at it, in whole seconds.
             os.utime(path, (time.time() + 2, time.time() + 2))
 
-    def show(self, job_id: str) -> str:
-        return self.run(self.out_dir, "scontrol", "show", "job", job_id.strip()).stdout
-
     def has_ended(self, job_id: str) -> bool:
         return bool(re.search("JobState=(COMPLETED|FAILED)", self.show(job_id)))
 
 
 @pytest.fixture(scope="module")
-def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
+def cluster(release: str) -> Iterator[Cluster]:
     """This module's cluster of a release."""
-    name = f"pytest-{os.getpid()}-lua-{release.replace('.', '')}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1), lua_plugins=True)
-    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
-        yield Cluster(devcluster.record, devcluster.out_dir)
+    with running_cluster("lua", ClusterShape(1, 2, 1), release, wrapper=Cluster, lua_plugins=True) as cluster:
+        yield cluster
 
 
 @pytest.mark.shows("plain `sbatch` of a marked script is converted; without a working converter the plain job goes on")
 def test_plain_sbatch_becomes_a_streaming_job(cluster: Cluster, wait_until: Any) -> None:
     cluster.load()
     directory = cluster.directory("train", train=TRAIN)
-    done = cluster.run(directory, "sbatch", "--parsable", "train.sbatch", "one", "two words")
+    done = cluster.attempt("sbatch", "--parsable", "train.sbatch", "one", "two words", cwd=directory)
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
     # Not with --wait, which the next test has once: it asks only after 2 s, and again after 4, 8, 16 s.
@@ -125,7 +100,7 @@ def test_without_a_converter_the_plain_job_goes_on(cluster: Cluster, tmp_path: P
     }
     for name, problem in told.items():
         cluster.load("{timeout_s = 1}", str(tools[name]))
-        done = cluster.run(directory, "sbatch", "short.sbatch")
+        done = cluster.attempt("sbatch", "short.sbatch", cwd=directory)
         assert done.returncode == 0, name
         assert done.stdout.startswith("Submitted batch job ")
         assert done.stderr.startswith("hetstream: submitted without data workers: "), name
@@ -137,7 +112,7 @@ def test_without_a_converter_the_plain_job_goes_on(cluster: Cluster, tmp_path: P
         assert "HetJobOffset" not in cluster.show(job_id)
         (directory / "short.out").unlink()
     cluster.load(modules=tmp_path)  # the modules themselves are gone
-    done = cluster.run(directory, "sbatch", "--parsable", "--wait", "short.sbatch")
+    done = cluster.attempt("sbatch", "--parsable", "--wait", "short.sbatch", cwd=directory)
     assert done.returncode == 3
     assert (directory / "short.out").read_text() == "service=\n"
 
@@ -148,7 +123,7 @@ def test_ctrl_c_while_it_plans_submits_nothing(cluster: Cluster, tmp_path: Path,
     (tmp_path / "slow").write_text(f"#!/bin/sh\ntouch {tmp_path}/planning\nexec sleep 60\n")
     (tmp_path / "slow").chmod(0o755)
     cluster.load("{timeout_s = 60}", str(tmp_path / "slow"))
-    environ = dict(cluster.record.environment(os.environ))
+    environ = cluster.env
     with subprocess.Popen(
         ["sbatch", "--job-name=interrupted", "short.sbatch"], cwd=directory, env=environ, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -157,7 +132,7 @@ def test_ctrl_c_while_it_plans_submits_nothing(cluster: Cluster, tmp_path: Path,
         os.killpg(sbatch.pid, signal.SIGINT)  # what a terminal sends
         out, err = sbatch.communicate(timeout=60)
     assert (sbatch.returncode, out, err) == (130, "", "")
-    assert cluster.run(directory, "squeue", "--noheader", "--name=interrupted", "--states=all").stdout == ""
+    assert cluster.attempt("squeue", "--noheader", "--name=interrupted", "--states=all", cwd=directory).stdout == ""
 
 
 @pytest.mark.shows("standard input, `--wrap`, arrays, hetjobs and srun pass through cli_filter unchanged")
@@ -176,10 +151,10 @@ def test_what_is_not_to_be_converted_passes_unchanged(cluster: Cluster) -> None:
         (("srun", "true"), "", 0),
     ]
     for argv, stdin, code in silent:
-        done = cluster.run(directory, *argv, stdin=stdin)
+        done = cluster.attempt(*argv, stdin=stdin, cwd=directory)
         assert (done.returncode, done.stderr) == (code, ""), argv
     for program in ("srun", "salloc"):
-        done = cluster.run(directory, program, "--gpus=1", "./short.sbatch")
+        done = cluster.attempt(program, "--gpus=1", "./short.sbatch", cwd=directory)
         assert (done.returncode, done.stdout) == (3, "service=\n"), program  # as a program, without data workers
         assert "hetstream" not in done.stderr
     told = [
@@ -188,15 +163,15 @@ def test_what_is_not_to_be_converted_passes_unchanged(cluster: Cluster) -> None:
         (("wrong.sbatch",), "wrong.sbatch line "),
     ]
     for words, error in told:
-        done = cluster.run(directory, "sbatch", "--wait", *words)
+        done = cluster.attempt("sbatch", "--wait", *words, cwd=directory)
         assert done.returncode == 3, words
         assert done.stdout.startswith("Submitted batch job ")
         assert done.stderr.count("\n") == 1
         assert error in done.stderr
-    refused = cluster.run(directory, "sbatch", "--partition=none", "short.sbatch")
+    refused = cluster.attempt("sbatch", "--partition=none", "short.sbatch", cwd=directory)
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "invalid partition specified: none" in refused.stderr
-    unknown = cluster.run(directory, "sbatch", "--no-such-option", "short.sbatch")
+    unknown = cluster.attempt("sbatch", "--no-such-option", "short.sbatch", cwd=directory)
     assert "unrecognized option" in unknown.stderr
 
 
@@ -211,14 +186,14 @@ def test_words_arrive_as_they_were(cluster: Cluster) -> None:
     (directory / "two words" / "other.sbatch").write_text(other)
     environ = ["env", "SBATCH_COMMENT=as it was"]
     job = ["-J", 'it\'s "one" job', "script.sbatch", "a b", "$HOME", "--time=1"]
-    done = cluster.run(directory, *environ, "sbatch", "--wait", *job)
+    done = cluster.attempt(*environ, "sbatch", "--wait", *job, cwd=directory)
     assert (done.returncode, done.stderr) == (3, "")
     assert (directory / "short.out").read_text() == 'it\'s "one" job|gpu|a b $HOME --time=1|file:/\n'
     # Wherever sbatch finds a script; and what hetstream sbatch has converted is not converted again.
-    done = cluster.run(directory, "env", f"PATH={directory}/two words:{cluster.record.environment(os.environ)['PATH']}",
-                       "sbatch", "--wait", "other.sbatch")  # fmt: skip
+    done = cluster.attempt("env", f"PATH={directory}/two words:{cluster.env['PATH']}",
+                       "sbatch", "--wait", "other.sbatch", cwd=directory)  # fmt: skip
     assert (done.returncode, done.stderr) == (9, "")
-    done = cluster.run(directory, own_program()[0], "sbatch", "--wait", "script.sbatch")
+    done = cluster.attempt(own_program()[0], "sbatch", "--wait", "script.sbatch", cwd=directory)
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -227,9 +202,9 @@ def test_words_arrive_as_they_were(cluster: Cluster) -> None:
 def test_a_site_may_ask_for_data_workers_where_scripts_do_not(cluster: Cluster) -> None:
     cluster.load('{eligible = function(options) return "--data-workers=0-1 --data-worker-partition=cpu" end}')
     directory = cluster.directory("policy", short=SHORT.replace(DIRECTIVE, ""))
-    assert cluster.run(directory, "sbatch", "--wait", "short.sbatch").returncode == 3
+    assert cluster.attempt("sbatch", "--wait", "short.sbatch", cwd=directory).returncode == 3
     assert (directory / "short.out").read_text().startswith("service=file:/")
-    done = cluster.run(directory, "sbatch", "--wait", "--wrap=exit 5")
+    done = cluster.attempt("sbatch", "--wait", "--wrap=exit 5", cwd=directory)
     assert (done.returncode, done.stderr) == (5, "")
 
 
@@ -239,16 +214,16 @@ def test_the_guard_right_sizes_and_refuses(cluster: Cluster, wait_until: Any) ->
     asks = ["--gpus=2", "--gres=gpu:2", "--gpus-per-node=2", "--gpus-per-task=2"]
     cluster.load("{cpus_per_gpu = {max = {gpu = 4}}}")
     for ask in asks:
-        done = cluster.run(directory, "sbatch", "-n1", "-c10", ask, "--wrap=true")
+        done = cluster.attempt("sbatch", "-n1", "-c10", ask, "--wrap=true", cwd=directory)
         assert done.returncode == 1, ask
         assert "10 CPUs for 2 GPU(s) in partition gpu, where 4 for each GPU are allowed" in done.stderr
         assert "Write --cpus-per-task=8" in done.stderr
         assert "(site rule: cpus_per_gpu)" in done.stderr
-    assert cluster.run(directory, "sbatch", "-n1", "-c8", "--gpus=2", "--wait", "--wrap=exit 5").returncode == 5
+    assert cluster.attempt("sbatch", "-n1", "-c8", "--gpus=2", "--wait", "--wrap=exit 5", cwd=directory).returncode == 5
     cluster.load('{cpus_per_gpu = {max = {gpu = 4}, action = "shrink"}}')
     for ask in asks:
         script = "--wrap=echo $SLURM_CPUS_PER_TASK $SLURM_JOB_CPUS_PER_NODE; srun true"
-        done = cluster.run(directory, "sbatch", "--parsable", "-n1", "-c10", ask, "--output=%j.out", script)
+        done = cluster.attempt("sbatch", "--parsable", "-n1", "-c10", ask, "--output=%j.out", script, cwd=directory)
         assert done.returncode == 0, ask
         assert "--cpus-per-task=10 became 8" in done.stderr
         job_id = done.stdout.strip()
@@ -256,11 +231,11 @@ def test_the_guard_right_sizes_and_refuses(cluster: Cluster, wait_until: Any) ->
         assert "ExitCode=0:0" in cluster.show(job_id), ask
         assert (directory / f"{job_id}.out").read_text() == "8 8\n", ask
     # Another spelling of CPUs: the steps have it in their environment, so it is refused.
-    done = cluster.run(directory, "sbatch", "-n1", "--gpus=2", "--cpus-per-gpu=5", "--wrap=true")
+    done = cluster.attempt("sbatch", "-n1", "--gpus=2", "--cpus-per-gpu=5", "--wrap=true", cwd=directory)
     assert done.returncode == 1
     assert "Write --cpus-per-gpu=4" in done.stderr
     # Under its limit it goes on.
-    done = cluster.run(directory, "sbatch", "-n1", "--gpus=2", "--cpus-per-gpu=4", "--wait", "--wrap=srun true")
+    done = cluster.attempt("sbatch", "-n1", "--gpus=2", "--cpus-per-gpu=4", "--wait", "--wrap=srun true", cwd=directory)
     assert done.returncode == 0
 
 
@@ -269,9 +244,9 @@ def test_a_host_without_the_modules_is_silent(cluster: Cluster, wait_until: Any)
     directory = cluster.directory("bare")
     cluster.load(modules=cluster.state_dir / "none")
     for words in (["srun", "-n1", "true"], ["sbatch", "--parsable", "-o", "bare.out", "--wrap", "srun -n1 echo step"]):
-        done = cluster.run(directory, *words)
+        done = cluster.attempt(*words, cwd=directory)
         assert (done.returncode, done.stderr) == (0, ""), words
-    wait_until(lambda: cluster.has_ended(done.stdout), timeout_s=60, what="the end of the job")
+    wait_until(lambda: cluster.has_ended(done.stdout.strip()), timeout_s=60, what="the end of the job")
     assert (directory / "bare.out").read_text() == "step\n"
 
 
@@ -282,7 +257,7 @@ def test_a_hook_that_fails_lets_every_job_through(cluster: Cluster, wait_until: 
     log = cluster.state_dir / "log" / "slurmctld.log"
     for policy in ("{cpus_per_gpu = 7, opportunistic = 8}", "{", "{cpus_per_gpu = {max = {gpu = {}}}}"):
         cluster.load(policy)
-        done = cluster.run(directory, "sbatch", "-n1", "-c3", "--gpus=1", "--wait", "--wrap=exit 5")
+        done = cluster.attempt("sbatch", "-n1", "-c3", "--gpus=1", "--wait", "--wrap=exit 5", cwd=directory)
         assert (done.returncode, done.stderr) == (5, ""), policy
     wait_until(lambda: "the hook failed" in log.read_text(), what="the log line")
     assert "no policy, every job is let through" in log.read_text()

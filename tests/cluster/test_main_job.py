@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.devcluster.boot import BootRequest
-from tests.devcluster.programs import host_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.clusters import running_cluster
+from tests.devcluster.spec import ClusterShape
 from tests.programs import require
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
@@ -69,20 +68,15 @@ def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.parametrize("network", [False, True])
-def test_the_same_on_64_nodes(
-    network: bool, running_cluster: Callable[..., Any], wait_until: Callable[..., None]
-) -> None:
+def test_the_same_on_64_nodes(network: bool, wait_until: Callable[..., None]) -> None:
     if network:
         require("ip")
-    name = f"pytest-{os.getpid()}-64"
-    shape = ClusterShape(gpu_nodes=16, cpu_nodes=48)
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, shape, network=network)
-    with running_cluster(request, host_programs()) as cluster:
+    with running_cluster("64", ClusterShape(gpu_nodes=16, cpu_nodes=48), network=network) as cluster:
         words = [str(HETSTREAM), "frag", "--json"]
-        before = json.loads(cluster.run(words).stdout)["summary"]
+        before = json.loads(cluster.run(*words))["summary"]
         assert (before["num_nodes"], before["cpus_free"], before["gpus_free"]) == (64, 64 * 16, 16 * 4)
         stream_and_survive(cluster, SCRIPT, wait_until)
-        assert json.loads(cluster.run(words).stdout)["summary"] == before, "all is free again"
+        assert json.loads(cluster.run(*words))["summary"] == before, "all is free again"
 
 
 def stream_and_survive(cluster: Any, script: str, wait_until: Callable[..., None]) -> None:

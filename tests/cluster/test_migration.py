@@ -68,7 +68,7 @@ def test_a_job_master_moves_its_trainer_to_a_job_with_more_memory(devcluster: An
         new.wait(lambda: [one.event for one in history(job.checkpoints)][-1:] == ["took over"], "the hand-over")
         new.wait_for_steps(10)
         # The 4 MB of each slot of the checkpoints come on top.
-        memory = re.search(r"MinMemoryNode=(\S+)", devcluster.run(["scontrol", "show", "job", submitted[0]]).stdout)
+        memory = re.search(r"MinMemoryNode=(\S+)", devcluster.run("scontrol", "show", "job", submitted[0]))
         assert memory
         assert memory[1].startswith(("3G", "30", "31")), memory[1]
         for pid in new.trainers():

@@ -79,6 +79,6 @@ def test_jobs_that_a_converted_script_submits_have_their_own_data(
     assert said.count(f"that of job {job}, from which this job") == 3, said
     assert "no job master" not in said
     assert "error" not in said
-    wait_until(lambda: not devcluster.run(["squeue", "-h"]).stdout, 60, "the queue is empty")
+    wait_until(lambda: not devcluster.run("squeue", "-h"), 60, "the queue is empty")
     summary = json.loads((directory / ".hetstream" / f"job-{job}" / "summary.json").read_text())
     assert len(summary["loaders"]) == 1, summary

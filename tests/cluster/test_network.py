@@ -53,8 +53,8 @@ WaitUntil = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
-    with networked_cluster(release, SHAPE, running_cluster) as networked:
+def cluster(release: str) -> Iterator[Cluster]:
+    with networked_cluster(release, SHAPE) as networked:
         yield networked
 
 
@@ -95,7 +95,7 @@ class Job:
         for number in range(count):
             options = ["--parsable", "--partition=cpu", "--cpus-per-task=2", "--requeue", "--open-mode=append"]
             options += [f"--output={self.own_directory}/companion-{number}.log", "--wrap", shlex.join(words)]
-            self.companion_ids.append(self.cluster.run("sbatch", *options).strip())
+            self.companion_ids.append(self.cluster.run("sbatch", *options))
 
     @property
     def own_directory(self) -> Path:
@@ -369,7 +369,7 @@ def test_a_drained_node_gets_no_new_work_and_keeps_what_it_has(
         job.wait_at(GATES[1])
         assert not job.events("DataWorkerLost")
         words = ["--parsable", "--partition=cpu", f"--nodelist={node}", "--output=/dev/null", "--wrap=true"]
-        other = cluster.run("sbatch", *words).strip()
+        other = cluster.run("sbatch", *words)
         try:
             waits = r"JobState=PENDING Reason=(ReqNodeNotAvail|Nodes_required_for_job_are_DOWN,_DRAINED)"
             job.wait_until(lambda: re.search(waits, cluster.run("scontrol", "show", "job", other)), 30, waits)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -95,10 +94,10 @@ class Job:
 
 
 @pytest.fixture
-def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
+def cluster(release: str) -> Iterator[Cluster]:
     """A cluster for one test: what is lost stays lost."""
     shape = ClusterShape(gpu_nodes=len(NODES), gpus_per_node=1, cpu_nodes=0, cpus_per_node=4)
-    with networked_cluster(release, shape, running_cluster) as networked:
+    with networked_cluster(release, shape) as networked:
         yield networked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import host_programs
-from tests.devcluster.boot import BootRequest
+from tests.clusters import Devcluster, running_cluster
 from tests.devcluster.cgroups import groups_of, why_not
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -41,14 +40,11 @@ srun {sys.executable} train.py
 
 
 @pytest.fixture
-def cluster(running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    programs = host_programs()
-    problem = why_not(programs.version)
+def cluster() -> Iterator[Devcluster]:
+    problem = why_not(host_programs().version)
     if problem:
         pytest.skip(f"no control groups: {problem}")
-    name = f"pytest-{os.getpid()}-memory"
-    boot = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(gpu_nodes=0, cpu_nodes=2), cgroups=True)
-    with running_cluster(boot, programs) as found:
+    with running_cluster("memory", ClusterShape(gpu_nodes=0, cpu_nodes=2), cgroups=True) as found:
         yield found
     assert groups_of(found.record.cluster_name) == []
 
@@ -63,9 +59,7 @@ def test_a_sample_beyond_its_data_workers_memory_does_not_end_the_training(
     subprocess.run(
         [hetstream, "sbatch", "train.sbatch"], env=cluster.env, cwd=tmp_path, check=True, capture_output=True
     )
-    wait_until(
-        lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), timeout_s=180, what="the end of the job"
-    )
+    wait_until(lambda: not cluster.run("squeue", "--noheader"), timeout_s=180, what="the end of the job")
     said = (tmp_path / "out.txt").read_text()
     assert said.endswith("True\n"), said
     assert "was killed by the kernel: out of memory, at sample 41 of step 10" in said

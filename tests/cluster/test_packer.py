@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +15,8 @@ from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.client.slurm_units import parse_gres
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingEvent, PackingRules
+from tests.clusters import Devcluster
 from tests.conftest import WaitUntil
-from tests.devcluster.boot import BootRequest
-from tests.devcluster.record import ClusterRecord
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(400)]
 OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
@@ -37,17 +31,15 @@ RESTART_S = 90.0
 
 
 @dataclass
-class Site:
+class Site(Devcluster):
     """A cluster, what its nodes would tell, and a packer that can be replaced by another one."""
 
-    record: ClusterRecord
-    directory: Path
     used: dict[int, float] = field(default_factory=lambda: {0: 0.2, 1: 0.4})
     sharing: dict[int, tuple[SharingNow, ...]] = field(default_factory=dict)
     events: list[PackingEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slurm = PackingSlurm(dict(self.record.environment(os.environ)))
+        self.slurm = PackingSlurm(self.env)
         self.restart()
 
     def restart(self) -> None:
@@ -59,13 +51,6 @@ class Site:
             for index, used in self.used.items()
         ]
         return ShowGpus((NodeGpus("gpu0", 1.0, tuple(gpus)),), {})
-
-    def run(self, *argv: str) -> str:
-        done = subprocess.run(
-            argv, cwd=self.directory, env=dict(self.record.environment(os.environ)), capture_output=True, text=True,
-            check=True, timeout=60,
-        )  # fmt: skip
-        return done.stdout.strip()
 
     def submit(self, *words: str) -> str:
         return self.run(*OWNER, "sbatch", "--parsable", "--time=5", "--mem=100", "-popp", *words, "job.sh")
@@ -87,29 +72,15 @@ class Site:
         )
 
 
-@pytest.fixture(scope="module")
-def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    name = f"pytest-{os.getpid()}-packer-{release.replace('.', '')}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True)
-    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
-        yield devcluster
-
-
 @pytest.fixture
-def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
-    directory = running.out_dir / re.sub(r"\W", "-", request.node.name)
-    directory.mkdir()
-    directory.chmod(0o1777)
-    (directory / "job.sh").write_text("#!/bin/bash\nexec sleep 300\n")
-    site = Site(running.record, directory)
+def site(packing: Devcluster, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
+    site = Site(packing.record, packing.directory(request.node.name))
+    (site.out_dir / "job.sh").write_text("#!/bin/bash\nexec sleep 300\n")
     yield site
     FAULTS.clear()
     print(*site.events, sep="\n")  # all that is printed is shown if the test failed
     print(site.run("scontrol", "show", "job"), site.run("scontrol", "show", "node"), sep="\n")
-    jobs = site.run("squeue", "-h", "-o", "%A").split()
-    if jobs:
-        site.run("scancel", *jobs)
-    wait_until(lambda: not site.run("squeue", "-h"), END_S, "the end of all jobs")
+    site.clear(wait_until)
 
 
 @pytest.mark.shows("the packer places, compares, takes away and places again; it may die at each point")
@@ -144,7 +115,7 @@ def test_what_slurm_gives_is_compared(site: Site, wait_until: WaitUntil) -> None
 
 def test_a_job_that_root_releases_without_a_place_is_taken_back_and_placed(site: Site, wait_until: WaitUntil) -> None:
     """It waits for that in the TaskProlog, and its program does not begin."""
-    directory = site.directory
+    directory = site.out_dir
     (directory / "job.sh").write_text(f"#!/bin/bash\necho $CUDA_VISIBLE_DEVICES >>{directory}/began\nexec sleep 300\n")
     job = site.submit()
     site.run("scontrol", "release", job)

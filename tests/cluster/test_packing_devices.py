@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.clusters import Devcluster, running_cluster
 from tests.conftest import WaitUntil
-from tests.devcluster.boot import BootRequest
 from tests.devcluster.cgroups import why_not
 from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.spec import ClusterShape
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 pytestmark = pytest.mark.slurm
 OPENS = "for number in 0 1; do (: <{devices}/gpu$number) 2>/dev/null && echo $number; done; echo told"
 
 
-@pytest.fixture
-def boot_constrained(running_cluster: Any) -> Any:
-    """A function that boots a cluster of a release with shared GPUs and constrained devices."""
-
-    def boot(release: str) -> Any:
-        programs = choose_programs(release, DEFAULT_CACHE_DIR, print)
-        if reason := why_not(programs.version):
-            pytest.skip(reason)
-        name = f"pytest-{os.getpid()}-devices"
-        request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True, cgroups=True)
-        return running_cluster(request, programs)
-
-    return boot
+def boot_constrained(release: str) -> AbstractContextManager[Devcluster]:
+    """Boot a cluster of a release with shared GPUs and constrained devices."""
+    if reason := why_not(choose_programs(release, DEFAULT_CACHE_DIR, print).version):
+        pytest.skip(reason)
+    return running_cluster("devices", ClusterShape(1, 2, 0, 4), release, packing=True, cgroups=True)
 
 
 @pytest.mark.shows("Slurm 22.05 with ConstrainDevices: `doctor` says what packing needs, and the packer does not begin")
-def test_slurm_22_05_gives_nobody_access_and_the_packer_says_so(boot_constrained: Any) -> None:
+def test_slurm_22_05_gives_nobody_access_and_the_packer_says_so() -> None:
     with boot_constrained("host") as cluster:
         environ = {**cluster.env, "HETSTREAM_OPPORTUNISTIC_PARTITIONS": "opp"}
         for words, code in ((["doctor"], 3), (["gpu", "pack", "--once", "--lock", str(cluster.out_dir / "lock")], 1)):
@@ -49,11 +40,11 @@ def test_slurm_22_05_gives_nobody_access_and_the_packer_says_so(boot_constrained
 
 @pytest.mark.shows("jobs that share a GPU see the same one, and can open no other")
 @pytest.mark.slow
-def test_a_job_opens_the_gpu_that_it_shares_and_no_other(boot_constrained: Any, wait_until: WaitUntil) -> None:
+def test_a_job_opens_the_gpu_that_it_shares_and_no_other(wait_until: WaitUntil) -> None:
     with boot_constrained("24.11") as cluster:
         words = ["--parsable", "--mem=100", f"--output={cluster.out_dir}/%j.out"]
         script = OPENS.format(devices=cluster.state_dir / "dev")
-        held = cluster.run(["sbatch", *words, "-pgpu", "--gpus=1", f"--wrap={script}; sleep 60"]).stdout.strip()
+        held = cluster.run("sbatch", *words, "-pgpu", "--gpus=1", f"--wrap={script}; sleep 60")
         seen = {}
 
         def told(job: str) -> bool:
@@ -63,10 +54,10 @@ def test_a_job_opens_the_gpu_that_it_shares_and_no_other(boot_constrained: Any, 
 
         wait_until(lambda: told(held), 30, "the guaranteed job")
         for number in ("0", "1"):
-            job = cluster.run(["sbatch", *words, "-popp", f"--wrap={script}"]).stdout.strip()
+            job = cluster.run("sbatch", *words, "-popp", f"--wrap={script}")
             fields = ["ReqNodeList=gpu0", f"Gres=opp:p{number}:1", f"Comment=hetstream:gpu={number}"]
-            cluster.run(["scontrol", "update", f"JobId={job}", *fields])
-            cluster.run(["scontrol", "release", job])
+            cluster.run("scontrol", "update", f"JobId={job}", *fields)
+            cluster.run("scontrol", "release", job)
             wait_until(lambda job=job: told(job), 30, "the opportunistic job")
             assert seen[job] == [number, "told"]
         assert seen[held] == ["0", "told"]

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ from hetstream.slurm_plugin.client.slurm_units import expand
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.state import PackingEvent
+from tests.clusters import Devcluster, running_cluster
 from tests.conftest import WaitUntil
-from tests.devcluster.boot import BootRequest
-from tests.devcluster.record import ClusterRecord
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.spec import ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,44 +45,28 @@ until [ -e end ]; do sleep 0.1; done
 """
 
 
-@dataclass
-class Cluster:
-    """The cluster, and a directory in which jobs of every user run."""
-
-    record: ClusterRecord
-    directory: Path
+class Cluster(Devcluster):
+    """The cluster, where jobs of every user run."""
 
     @property
     def sharing(self) -> Path:
-        return Path(self.record.state_dir) / "sharing" / "gpu0"
-
-    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            argv, cwd=self.directory, env=dict(self.record.environment(os.environ)), capture_output=True, text=True,
-            check=False, timeout=60,
-        )  # fmt: skip
+        return self.state_dir / "sharing" / "gpu0"
 
     def submit(self, *words: str, who: tuple[str, ...] = OWNER) -> str:
-        done = self.run(*who, "sbatch", "--parsable", "--time=5", "--mem=100", *words, "job.sh")
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def show(self, job: str) -> str:
-        return self.run("scontrol", "--details", "show", "job", job).stdout
+        return self.run(*who, "sbatch", "--parsable", "--time=5", "--mem=100", *words, "job.sh")
 
     def place(self, job: str, gpu: int) -> None:
         """As the packer does."""
         fields = ("ReqNodeList=gpu0", f"Gres=opp:p{gpu}:1", f"Comment=hetstream:gpu={gpu}")
-        done = self.run("scontrol", "update", f"JobId={job}", *fields)
-        assert done.returncode == 0, done.stderr
-        assert self.run("scontrol", "release", job).returncode == 0
+        self.run("scontrol", "update", f"JobId={job}", *fields)
+        self.run("scontrol", "release", job)
 
     def seen(self, job: str, where: str) -> dict[str, str]:
-        lines = (self.directory / f"{job}.{where}").read_text().splitlines()
+        lines = (self.out_dir / f"{job}.{where}").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
     def runs(self, job: str, restarts: str = "") -> bool:
-        return (self.directory / f"{job}.{restarts}.runs").exists()
+        return (self.out_dir / f"{job}.{restarts}.runs").exists()
 
     def grants(self) -> dict[str, Any]:
         found = {}
@@ -95,30 +76,16 @@ class Cluster:
         return found
 
     def cancel(self, *jobs: str) -> None:
-        self.run("scancel", *jobs)
-
-
-@pytest.fixture(scope="module")
-def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    name = f"pytest-{os.getpid()}-doors-{release.replace('.', '')}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True)
-    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
-        yield devcluster
+        self.attempt("scancel", *jobs)
 
 
 @pytest.fixture
-def cluster(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Cluster]:
+def cluster(packing: Devcluster, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Cluster]:
     """The module's cluster without jobs."""
-    directory = running.out_dir / request.node.name.replace("[", "-").rstrip("]")
-    directory.mkdir()
-    directory.chmod(0o1777)
-    (directory / "job.sh").write_text(SCRIPT)
-    cluster = Cluster(running.record, directory)
+    cluster = Cluster(packing.record, packing.directory(request.node.name))
+    (cluster.out_dir / "job.sh").write_text(SCRIPT)
     yield cluster
-    jobs = cluster.run("squeue", "-h", "-o", "%A").stdout.split()
-    if jobs:
-        cluster.cancel(*jobs)
-    wait_until(lambda: not cluster.run("squeue", "-h").stdout, 30, "the end of all jobs")
+    cluster.clear(wait_until)
     wait_until(lambda: not list(cluster.sharing.glob("*/[0-9]*")), 10, "the end of all that the Prolog wrote")
 
 
@@ -137,7 +104,7 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
         ("salloc", "-popp", "true"),
     ]
     for argv in refused:
-        done = cluster.run(*OWNER, *argv)
+        done = cluster.attempt(*OWNER, *argv)
         assert done.returncode == 1, argv
         assert "(site rule: opportunistic)" in done.stderr, argv
     job = cluster.submit("-popp", "--priority=900", "--nice=3", "--no-requeue", "--comment=hetstream:gpu-memory=64M")
@@ -150,7 +117,7 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
     assert is_held(), cluster.show(job)
     # What its owner holds the packer sees in the Comment; Slurm's own word for both holds is the same.
     for door, word in (("uhold", " hetstream:hold"), ("release", ""), ("hold", " hetstream:hold"), ("release", "")):
-        assert cluster.run(*OWNER, "scontrol", door, job).returncode == 0, door
+        assert cluster.attempt(*OWNER, "scontrol", door, job).returncode == 0, door
         assert re.search(rf"Comment=hetstream:gpu-memory=64M{word} *$", cluster.show(job), re.MULTILINE), door
         assert is_held(), (door, cluster.show(job))
     # An operator's hold is told apart by Slurm, and is handed back by uhold.
@@ -160,11 +127,11 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
         (OWNER, "release", "Admin"),
         ((), "uhold", "User"),
     ):
-        assert cluster.run(*who, "scontrol", door, job).returncode == 0, (who, door)
+        assert cluster.attempt(*who, "scontrol", door, job).returncode == 0, (who, door)
         assert f"Reason=JobHeld{reason} " in cluster.show(job), (who, door)
     own = cluster.submit("-popp", "--hold")
     assert "Comment=hetstream:hold" in cluster.show(own)
-    assert cluster.run(*OWNER, "scontrol", "release", own).returncode == 0
+    assert cluster.attempt(*OWNER, "scontrol", "release", own).returncode == 0
     assert "hetstream:hold" not in cluster.show(own)
     assert "Priority=0 " in cluster.show(own)
     an_operator_holds(cluster)
@@ -179,21 +146,21 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
         ),
     ]  # fmt: skip
     for door in doors:
-        done = cluster.run(*OWNER, "scontrol", *door)
+        done = cluster.attempt(*OWNER, "scontrol", *door)
         assert done.returncode == 1, door
         if release != "host":  # 22.05 shows no text of job_modify
             assert "(site rule: opportunistic)" in done.stderr, door
         assert is_held(), (door, cluster.show(job))
-    assert cluster.run(*STRANGER, "scontrol", "release", job).returncode == 1
+    assert cluster.attempt(*STRANGER, "scontrol", "release", job).returncode == 1
     assert is_held()
     for change in ("TimeLimit=3", "JobName=mine", "ReqNodeList=gpu0", "Comment=hetstream:gpu-memory=32M"):
-        assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 0, change
+        assert cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 0, change
     # Between the packer's two steps.
     fields = ("ReqNodeList=gpu0", "Gres=opp:p1:1", "Comment=hetstream:gpu=1")
-    assert cluster.run("scontrol", "update", f"JobId={job}", *fields).returncode == 0
+    assert cluster.attempt("scontrol", "update", f"JobId={job}", *fields).returncode == 0
     for change in ("ReqNodeList=", "ExcNodeList=gpu0", "Comment=mine", "TresPerNode=", "Features=a", "Priority=5"):
-        assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
-    assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "TimeLimit=2").returncode == 0
+        assert cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
+    assert cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", "TimeLimit=2").returncode == 0
     shown = cluster.show(job)
     assert all(text in shown for text in ("Priority=0 ", "opp:p1", "Comment=hetstream:gpu=1", "ReqNodeList=gpu0")), (
         shown
@@ -205,7 +172,7 @@ def an_operator_holds(cluster: Cluster) -> None:
     job = cluster.submit("-popp", "--begin=now+1hour")
 
     def held(*words: str, who: tuple[str, ...] = ()) -> tuple[int, bool]:
-        code = cluster.run(*who, "scontrol", *words).returncode
+        code = cluster.attempt(*who, "scontrol", *words).returncode
         return code, "hetstream:operators-hold" in cluster.show(job)
 
     assert held("release", job) == (0, False)
@@ -248,18 +215,18 @@ def test_where_gpus_have_quotas_no_owner_starts_his_guaranteed_job(
         job = cluster.submit("-pgpu", "--gpus=1", "--account=a")
         assert re.search(r"Priority=0 .*JobState=PENDING Reason=JobHeldUser", cluster.show(job), re.DOTALL)
         for change in ("Priority=5", "Nice=0", "TresPerJob=gres:gpu:2", "Account=b", "Gres=gpu:0", "Gres=gpu: 0:0"):
-            assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
-        done = cluster.run(*OWNER, "scontrol", "release", job)
+            assert cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
+        done = cluster.attempt(*OWNER, "scontrol", "release", job)
         assert done.returncode == 1
         if release != "host":  # 22.05 shows no text of job_modify
             assert "(site rule: quota)" in done.stderr
-        done = cluster.run(*OWNER, "sbatch", "-pgpu", "--comment=hetstream:upgrade=1:0@9999999999", "job.sh")
+        done = cluster.attempt(*OWNER, "sbatch", "-pgpu", "--comment=hetstream:upgrade=1:0@9999999999", "job.sh")
         assert (done.returncode, "(site rule: opportunistic)" in done.stderr) == (1, True)
         assert re.search("Priority=0 ", cluster.show(job))
         assert (
-            cluster.run(*OWNER, "sbatch", "--parsable", "-pgpu", "--mem=100", "job.sh").returncode == 0
+            cluster.attempt(*OWNER, "sbatch", "--parsable", "-pgpu", "--mem=100", "job.sh").returncode == 0
         )  # without a GPU
-        assert cluster.run("scontrol", "release", job).returncode == 0
+        assert cluster.attempt("scontrol", "release", job).returncode == 0
         wait_until(lambda: cluster.runs(job), 30, "its start")
 
 
@@ -283,14 +250,14 @@ WAYS_TO_GPUS = (
 @pytest.mark.shows("no way to ask for GPUs goes round quotas or `cpus_per_gpu`")
 def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wait_until: WaitUntil) -> None:
     by_task = [("--tres-per-task=gres/gpu:1", "-n2"), ("--tres-per-task=cpu=1,gres/gpu=1", "-n1")]
-    (cluster.directory / "by_line.sh").write_text("#!/bin/sh\n#SBATCH -n2 --ntasks-per-gpu=1\nsleep 60\n")
+    (cluster.out_dir / "by_line.sh").write_text("#!/bin/sh\n#SBATCH -n2 --ntasks-per-gpu=1\nsleep 60\n")
     with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
         for words in (*WAYS_TO_GPUS, *(by_task if release != "host" else [])):
             script = [] if {"--wrap", "by_line.sh"} & {*words} else ["job.sh"]
             environ = ["env", "SBATCH_GRES=gpu:1"] if "--wrap" in words else []
             common = ("--parsable", "--time=5", "--mem=100", "--output=/dev/null", "-pgpu")
-            done = cluster.run(*OWNER, *environ, "sbatch", *common, *words, *script)
-            shown = cluster.run("scontrol", "--details", "--oneliner", "show", "job").stdout.splitlines()
+            done = cluster.attempt(*OWNER, *environ, "sbatch", *common, *words, *script)
+            shown = cluster.attempt("scontrol", "--details", "--oneliner", "show", "job").stdout.splitlines()
             over = re.compile(r" JobState=(CANCELLED|COMPLETING) ")  # what was cancelled a moment ago may still end
             records = [line for line in shown if line.startswith("JobId=") and not over.search(line)]
             assert bool(records) == (done.returncode == 0), (words, done.stderr)
@@ -307,14 +274,14 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wa
         assert "hetstream:guarded" not in cluster.show(job)
         for change in ("gres:gpu:1", "gres/gpu:1", "xgres:gpu:1", "gres:gpu: 1", "gpu"):
             for field in ("TresPerNode", "TresPerJob", "TresPerTask", "Gres"):
-                cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", f"{field}={change}")
+                cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", f"{field}={change}")
                 assert "gpu" not in "".join(re.findall(r"(?:TresPer\w+|Gres)=(\S+)", cluster.show(job))), (
                     field,
                     change,
                 )
-        assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "OverSubscribe=NO").returncode == 1
+        assert cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", "OverSubscribe=NO").returncode == 1
         of_tasks = cluster.submit("-pgpu", "-n2", "--ntasks-per-gpu=1")
-        assert cluster.run("scontrol", "release", of_tasks).returncode == 0
+        assert cluster.attempt("scontrol", "release", of_tasks).returncode == 0
         wait_until(lambda: cluster.runs(of_tasks), 30, "the start of a job whose GPUs the guard has written down")
         assert cluster.seen(of_tasks, "batch")["CUDA_VISIBLE_DEVICES"] == "0,1"
     with policy_of(cluster, 'cpus_per_gpu = { max = { gpu = 1 }, action = "refuse" }'):
@@ -326,7 +293,7 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wa
             ("-n1", "--mincpus=2", "--gpus=1"),
             ("-n2", "-c1", "--gpus=1"),
         ):
-            done = cluster.run(*OWNER, "sbatch", "--mem=100", "-pgpu", *words[1:], words[0], "job.sh")
+            done = cluster.attempt(*OWNER, "sbatch", "--mem=100", "-pgpu", *words[1:], words[0], "job.sh")
             assert (done.returncode, "(site rule: cpus_per_gpu)" in done.stderr) == (1, True), (words, done.stderr)
 
 
@@ -346,25 +313,20 @@ def requests_for_gpus(number: int) -> Iterator[tuple[int, list[str]]]:
 
 
 @pytest.mark.slow
-def test_no_request_that_is_accepted_gets_more_gpus_than_were_counted(
-    release: str, running_cluster: Callable[..., Any]
-) -> None:
+def test_no_request_that_is_accepted_gets_more_gpus_than_were_counted(release: str) -> None:
     """Slurm may give a job on more nodes than it has GPUs all of each: what it gave is compared."""
-    name = f"pytest-{os.getpid()}-wide-{release.replace('.', '')}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(3, 2, 0, 4), packing=True)
     counted = 0
-    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as running:
-        cluster = Cluster(running.record, running.out_dir)
-        (running.out_dir / "job.sh").write_text("#!/bin/sh\ntouch $SLURM_JOB_ID..runs\nsleep 60\n")
+    with running_cluster("wide", ClusterShape(3, 2, 0, 4), release, wrapper=Cluster, packing=True) as cluster:
+        (cluster.out_dir / "job.sh").write_text("#!/bin/sh\ntouch $SLURM_JOB_ID..runs\nsleep 60\n")
         with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
             for gpus, words in requests_for_gpus(60):
                 common = ("--parsable", "--time=5", "--mem-per-cpu=1", "--output=/dev/null", "-pgpu", f"--gpus={gpus}")
-                job = cluster.run(*OWNER, "sbatch", *common, *words, "job.sh").stdout.strip()
+                job = cluster.attempt(*OWNER, "sbatch", *common, *words, "job.sh").stdout.strip()
                 if not job:
                     continue
-                cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "ReqNodeList=gpu0,gpu1,gpu2")
-                cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "NumNodes=3")
-                cluster.run("scontrol", "release", job)
+                cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", "ReqNodeList=gpu0,gpu1,gpu2")
+                cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", "NumNodes=3")
+                cluster.attempt("scontrol", "release", job)
                 deadline = time.monotonic() + 3
                 while not cluster.runs(job) and time.monotonic() < deadline:
                     time.sleep(0.1)
@@ -392,7 +354,7 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
     events: list[PackingEvent] = []
 
     def packer_of() -> Packer:
-        slurm = PackingSlurm(dict(cluster.record.environment(os.environ)))
+        slurm = PackingSlurm(cluster.env)
         readings = ShowGpus((), {})
         return Packer(slurm, lambda: readings, ["opp"], events.append, acting=True, quotas=lambda _: quotas)
 
@@ -415,12 +377,12 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
     wait_until(lambda: cluster.runs(without) and cluster.runs(of_tasks), 30, "the starts")
     argv = [*OWNER, "salloc", "-pgpu", "-Jinteractive", "--kill-command=KILL", "--mem=100", "-n1", "--ntasks-per-gpu=1"]
     argv += ["sleep", "300"]
-    environ = dict(cluster.record.environment(os.environ))
-    with subprocess.Popen(argv, cwd=cluster.directory, env=environ, stderr=subprocess.DEVNULL) as allocation:
+    environ = cluster.env
+    with subprocess.Popen(argv, cwd=cluster.out_dir, env=environ, stderr=subprocess.DEVNULL) as allocation:
         try:
             running = ("squeue", "-h", "-tR", "-ninteractive", "-o%A")
-            wait_until(lambda: cluster.run(*running).stdout, 30, "the allocation")
-            interactive = cluster.run(*running).stdout.strip()
+            wait_until(lambda: cluster.attempt(*running).stdout, 30, "the allocation")
+            interactive = cluster.attempt(*running).stdout.strip()
             found = step()
             assert ("cancelled", interactive) in found
             allocation.wait(60)
@@ -446,7 +408,7 @@ def test_who_holds_more_gpus_than_were_granted_is_taken_back(cluster: Cluster, w
     """What Slurm gave is compared with what the packer counted; what can never start keeps no quota."""
     quotas = [Quotas({"a": 1}, partitions=("gpu",))]
     events: list[PackingEvent] = []
-    slurm = PackingSlurm(dict(cluster.record.environment(os.environ)))
+    slurm = PackingSlurm(cluster.env)
     packer = Packer(
         slurm, lambda: ShowGpus((), {}), ["opp"], events.append, acting=True, quotas=lambda _: quotas[0]
     )  # fmt: skip
@@ -466,11 +428,11 @@ def test_who_holds_more_gpus_than_were_granted_is_taken_back(cluster: Cluster, w
         wait_until(lambda: cluster.runs(other), 30, "its start")
         assert not {f"granted {never}", f"refused {never}"} & step().keys()
         cluster.cancel(other)
-        assert cluster.run("scontrol", "release", job).returncode == 0  # by an operator, whatever the quota
+        assert cluster.attempt("scontrol", "release", job).returncode == 0  # by an operator, whatever the quota
         wait_until(lambda: cluster.runs(job), 60, "the job")
         assert not [event for event in step() if event.startswith(("taken back", "granted"))]
         note = "AdminComment=hetstream:guarded hetstream:granted=1"  # as if its request had been counted so
-        assert cluster.run("scontrol", "update", f"JobId={job}", note).returncode == 0
+        assert cluster.attempt("scontrol", "update", f"JobId={job}", note).returncode == 0
         assert f"taken back {job}" not in step(), "one look is no proof"
         reason = step()[f"taken back {job}"]
         assert reason.startswith("it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPUs left. Submit it")
@@ -480,7 +442,7 @@ def test_who_holds_more_gpus_than_were_granted_is_taken_back(cluster: Cluster, w
         assert "hetstream:taken-back=it-held-2-GPUs-and-1-were-granted" in shown
         assert "hetstream:took=2" in shown
         # Two minutes after it was requeued, it stands in its line again; here an administrator has it do so at once.
-        assert cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now").returncode == 0
+        assert cluster.attempt("scontrol", "update", f"JobId={job}", "StartTime=now").returncode == 0
         assert "it took 2 GPUs when it was started" in step()[f"offered {job}"]
         quotas[0] = Quotas({"a": 2}, partitions=("gpu",))
         assert f"granted {job}" in step()
@@ -516,7 +478,7 @@ def test_without_a_guard_nobody_stays_in_an_opportunistic_partition_but_by_the_p
     cluster: Cluster, wait_until: WaitUntil
 ) -> None:
     """Slurm's own word is what counts: the partition, what was allocated, and the AdminComment."""
-    environ = dict(cluster.record.environment(os.environ))
+    environ = cluster.env
     events: list[PackingEvent] = []
 
     def packer_of() -> Packer:
@@ -545,11 +507,11 @@ def test_without_a_guard_nobody_stays_in_an_opportunistic_partition_but_by_the_p
         running = [plain, gpu, marked]
         wait_until(lambda: all(cluster.runs(job) for job in running), 60, "the starts")
         argv = [*OWNER, "salloc", "-popp", "-Jinteractive", "--kill-command=KILL", "--mem=100", "sleep", "300"]
-        with subprocess.Popen(argv, cwd=cluster.directory, env=environ, stderr=subprocess.DEVNULL) as allocation:
+        with subprocess.Popen(argv, cwd=cluster.out_dir, env=environ, stderr=subprocess.DEVNULL) as allocation:
             try:
                 asked = ("squeue", "-h", "-tR", "-ninteractive", "-o%A")
-                wait_until(lambda: cluster.run(*asked).stdout, 30, "the allocation")
-                interactive = cluster.run(*asked).stdout.strip()
+                wait_until(lambda: cluster.attempt(*asked).stdout, 30, "the allocation")
+                interactive = cluster.attempt(*asked).stdout.strip()
                 found = step()
                 allocation.wait(60)
             finally:
@@ -568,7 +530,7 @@ def test_without_a_guard_nobody_stays_in_an_opportunistic_partition_but_by_the_p
         assert "it asks for GPUs of Slurm's own" in reasons[gpu]
         assert "it names partition gpu, too" in reasons[either]
         # Its owner lets it go, which no guard refuses: it is taken back again.
-        assert cluster.run(*OWNER, "scontrol", "release", gpu).returncode == 0
+        assert cluster.attempt(*OWNER, "scontrol", "release", gpu).returncode == 0
         wait_until(lambda: ("taken back", gpu) in step(), 60, "the end of that")
         assert is_held(gpu)
         # Two minutes after it was requeued, the first one is placed as all are; here an administrator does it at once.
@@ -576,8 +538,8 @@ def test_without_a_guard_nobody_stays_in_an_opportunistic_partition_but_by_the_p
         step()
         fields = ("ReqNodeList=gpu0", "Gres=opp:p1:1", "Comment=hetstream:gpu=1", "StartTime=now")
         note = f"AdminComment=hetstream:placed=gpu0:1@{time.time():.0f}@0"
-        assert cluster.run("scontrol", "update", f"JobId={placed}", *fields, note).returncode == 0
-        assert cluster.run("scontrol", "release", placed).returncode == 0
+        assert cluster.attempt("scontrol", "update", f"JobId={placed}", *fields, note).returncode == 0
+        assert cluster.attempt("scontrol", "release", placed).returncode == 0
         wait_until(lambda: cluster.runs(placed), 60, "its start")
         assert ("started", placed) in step()
         packer = packer_of()
@@ -593,13 +555,13 @@ def test_no_text_of_a_user_holds_up_others_submissions(cluster: Cluster) -> None
         # (sbatch itself takes the square of a list of GRES.)
         num = 50_000 if field == "gres" else 1_500_000
         for flood in (" ", "x", ",", "("):
-            (cluster.directory / "flood.sh").write_text(f"#!/bin/sh\n#SBATCH --{field}='{flood * num}x'\ntrue\n")
+            (cluster.out_dir / "flood.sh").write_text(f"#!/bin/sh\n#SBATCH --{field}='{flood * num}x'\ntrue\n")
             began_s = time.monotonic()
-            done = cluster.run(*STRANGER, "sbatch", "flood.sh")
+            done = cluster.attempt(*STRANGER, "sbatch", "flood.sh")
             assert time.monotonic() - began_s < 20, (field, flood, "the hook alone took more than a minute")
             assert done.returncode != 0, (field, flood)
             assert "Socket timed out" not in done.stderr, (field, flood)
-    assert cluster.run(*OWNER, "scontrol", "update", f"JobId={held}", f"Comment={' ' * 100_000}x").returncode == 1
+    assert cluster.attempt(*OWNER, "scontrol", "update", f"JobId={held}", f"Comment={' ' * 100_000}x").returncode == 1
     assert cluster.submit("-popp", "--hold")
 
 
@@ -617,16 +579,16 @@ def test_nobody_writes_the_packers_marks_whatever_the_policy(cluster: Cluster, w
             for partition in ("gpu", "opp"):
                 job = cluster.submit(f"-p{partition}", "--hold", "--comment=mine")
                 for mark in MARKS:
-                    done = cluster.run(*OWNER, "sbatch", f"-p{partition}", f"--comment={mark}", "job.sh")
+                    done = cluster.attempt(*OWNER, "sbatch", f"-p{partition}", f"--comment={mark}", "job.sh")
                     assert (done.returncode, "(site rule: opportunistic)" in done.stderr) == (1, True), (whole, mark)
-                    done = cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", f"Comment={mark}")
+                    done = cluster.attempt(*OWNER, "scontrol", "update", f"JobId={job}", f"Comment={mark}")
                     assert done.returncode == 1, (whole, mark)
                 for change in (
                     ("update", f"JobId={job}", "Comment=hetstream:gpu=0  "),
                     ("hold", job),
                     ("release", job),
                 ):
-                    cluster.run(*OWNER, "scontrol", *change)
+                    cluster.attempt(*OWNER, "scontrol", *change)
                     assert "hetstream:gpu=" not in cluster.show(job), (whole, change)
                 cluster.cancel(job)
 
@@ -635,8 +597,8 @@ def test_nobody_writes_the_packers_marks_whatever_the_policy(cluster: Cluster, w
 def test_a_mark_gives_no_gpu_outside_of_opportunistic_partitions(cluster: Cluster, wait_until: WaitUntil) -> None:
     """Root writes it here; a user could where no guard was in place."""
     job = cluster.submit("-pgpu", "--hold")
-    assert cluster.run("scontrol", "update", f"JobId={job}", "Comment=hetstream:gpu=0,1").returncode == 0
-    assert cluster.run("scontrol", "release", job).returncode == 0
+    assert cluster.attempt("scontrol", "update", f"JobId={job}", "Comment=hetstream:gpu=0,1").returncode == 0
+    assert cluster.attempt("scontrol", "release", job).returncode == 0
     wait_until(lambda: cluster.runs(job), 30, "the job")
     assert cluster.grants() == {}
     for where in ("batch", "step"):
@@ -667,20 +629,20 @@ def test_two_jobs_on_one_gpu_see_it_and_nothing_stays_of_them(cluster: Cluster, 
         guaranteed: {"uid": 65534, "job_class": "guaranteed", "gpus": [gpu]},
         job: {"uid": 65534, "job_class": "opportunistic", "gpus": [gpu]},
     }
-    (cluster.directory / "end").touch()
+    (cluster.out_dir / "end").touch()
     wait_until(lambda: cluster.grants() == {}, 30, "the Epilogs")
 
 
 def test_a_job_that_is_submitted_from_one_with_a_gpu_shares_none(cluster: Cluster, wait_until: WaitUntil) -> None:
     """sbatch hands on the whole environment of the job that it is called in."""
-    (cluster.directory / "child.sh").write_text("#!/bin/bash\nenv -0 >child.new && mv child.new child.env\n")
+    (cluster.out_dir / "child.sh").write_text("#!/bin/bash\nenv -0 >child.new && mv child.new child.env\n")
     child = "sbatch -pgpu --mem=100 --time=5 --output=/dev/null child.sh"
-    (cluster.directory / "job.sh").write_text(f"#!/bin/bash\nenv -0 >parent.env\n{child}\n")
+    (cluster.out_dir / "job.sh").write_text(f"#!/bin/bash\nenv -0 >parent.env\n{child}\n")
     cluster.submit("-pgpu", "--gpus=1")
-    wait_until((cluster.directory / "child.env").exists, 60, "both jobs")
+    wait_until((cluster.out_dir / "child.env").exists, 60, "both jobs")
     settings = {}
     for name in ("parent", "child"):
-        text = (cluster.directory / f"{name}.env").read_text()
+        text = (cluster.out_dir / f"{name}.env").read_text()
         environ = dict(entry.partition("=")[::2] for entry in text.split("\0"))
         assert environ["HETSTREAM_GPU"].startswith("emulation:")
         settings[name] = settings_from_environment(environ)
@@ -697,16 +659,16 @@ def test_a_job_that_is_submitted_from_an_opportunistic_one_does_not_see_its_gpu(
     child = "sbatch -pgpu --mem=100 --time=5 --output=/dev/null {0}.sh"
     for name in ("child", "alone"):
         text = f"#!/bin/bash\nenv -0 >{name}.new && mv {name}.new {name}.env\n"
-        (cluster.directory / f"{name}.sh").write_text(text)
-    (cluster.directory / "job.sh").write_text(
+        (cluster.out_dir / f"{name}.sh").write_text(text)
+    (cluster.out_dir / "job.sh").write_text(
         f"#!/bin/bash\nenv -0 >parent.env\n{child.format('child')}\n"
         f"env -u CUDA_VISIBLE_DEVICES {child.format('alone')}\n"
     )
     cluster.place(cluster.submit("-popp"), 1)
-    wait_until(lambda: all((cluster.directory / f"{name}.env").exists() for name in ("child", "alone")), 60, "all jobs")
+    wait_until(lambda: all((cluster.out_dir / f"{name}.env").exists() for name in ("child", "alone")), 60, "all jobs")
     seen = {}
     for name in ("parent", "child", "alone"):
-        text = (cluster.directory / f"{name}.env").read_text()
+        text = (cluster.out_dir / f"{name}.env").read_text()
         seen[name] = dict(entry.partition("=")[::2] for entry in text.split("\0")).get("CUDA_VISIBLE_DEVICES")
     assert seen["parent"] == "1"
     assert seen["child"] == seen["alone"] != "1"
@@ -715,7 +677,7 @@ def test_a_job_that_is_submitted_from_an_opportunistic_one_does_not_see_its_gpu(
 @pytest.mark.shows("opportunistic jobs have CUDA_VISIBLE_DEVICES by UUID; a job without a place sees no GPU")
 def test_a_job_without_a_place_sees_no_gpu(cluster: Cluster, wait_until: WaitUntil) -> None:
     job = cluster.submit("-popp")
-    assert cluster.run("scontrol", "release", job).returncode == 0  # by hand, as root
+    assert cluster.attempt("scontrol", "release", job).returncode == 0  # by hand, as root
     wait_until(lambda: cluster.runs(job), 30, "the job")
     for where in ("batch", "step"):
         assert cluster.seen(job, where)["CUDA_VISIBLE_DEVICES"] == "NoDevFiles"
@@ -763,14 +725,14 @@ def test_the_admin_guide_sets_up_this_cluster(cluster: Cluster) -> None:
     (commands,) = (text for kind, text in blocks if kind == "console")
     for line in commands.splitlines():
         # What a site's packing.env says, the cluster's own environment says here.
-        done = cluster.run(str(Path(sys.executable).with_name("hetstream")), *line.split()[2:])
+        done = cluster.attempt(str(Path(sys.executable).with_name("hetstream")), *line.split()[2:])
         assert done.returncode == 0, (line, done.stdout, done.stderr)
 
 
 @pytest.mark.shows("`opp`, `gpu top`, doctor, metrics and page show shared GPUs")
 def test_the_doctor_finds_nothing_amiss(cluster: Cluster) -> None:
     environ = {
-        **cluster.record.environment(os.environ), "SLURMD_NODENAME": "gpu0",
+        **cluster.env, "SLURMD_NODENAME": "gpu0",
         "HETSTREAM_GPU_SOCKET": str(cluster.sharing / "gpu.sock"),
     }  # fmt: skip
     command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "doctor", "--json"]

@@ -39,19 +39,19 @@ def job(site: Site) -> Iterator[CheckpointJob]:
 @pytest.fixture
 def chain(site: Site, wait_until: WaitUntil) -> Iterator[Callable[..., str]]:
     """All of a site: the node tells the site daemon of its GPU, and the packer reads it there. Calls `hetstream`."""
-    address = f"unix:{site.directory}/daemon.sock"
+    address = f"unix:{site.out_dir}/daemon.sock"
     site.daemon = SiteSettings(parse_address(address), None)
-    environ = {**site.environ, ADDRESS_VARIABLE: address}
+    environ = {**site.env, ADDRESS_VARIABLE: address}
     number = site.gpu().gpu[-1]  # the other one is told to nobody, and stays free
     gpu = f"{number}=emulation:{site.sharing}/gpu{number}"
     calls = (
-        ("site", "daemon", "--state-dir", str(site.directory / "daemon"), "--interval", "5"),
+        ("site", "daemon", "--state-dir", str(site.out_dir / "daemon"), "--interval", "5"),
         ("internal", "gpu-report", "--node", "gpu0", "--gpus", gpu, "--socket", str(site.sharing / "gpu.sock")),
     )
     hetstream = [sys.executable, "-m", "hetstream"]
     with contextlib.ExitStack() as stack:
         for words in calls:
-            log = stack.enter_context((site.directory / f"{words[0]}.log").open("wb"))
+            log = stack.enter_context((site.out_dir / f"{words[0]}.log").open("wb"))
             process = stack.enter_context(subprocess.Popen([*hetstream, *words], env=environ, stderr=log))
             stack.callback(process.terminate)
             wait_until(lambda path=log.name: Path(path).stat().st_size > 0, 30, f"hetstream {words[0]}")
@@ -71,7 +71,7 @@ def test_a_whole_life(site: Site, chain: Callable[..., str], tmp_path: Path) -> 
 
     Agents tell the coordinator, that a reporter, that the site daemon, that the packer, and that Slurm.
     """
-    job = CheckpointJob(site.directory / "opportunistic", site.environ, 100_000, step_s=0.02, options=PATIENT)
+    job = CheckpointJob(site.out_dir / "opportunistic", site.env, 100_000, step_s=0.02, options=PATIENT)
     job.submit()
     try:
         live(site, job, chain)
@@ -240,7 +240,7 @@ def test_a_node_that_is_lost_with_all_that_runs_there_loses_no_state(
     site.start_again("slurmd gpu0")
     # By ReturnToService=2 it is up again when its slurmd has registered; then Slurm refuses to resume it.
     site.wait_until(lambda: not re.search("NOT_RESPONDING|DOWN", node_state()), 60, "slurmd")
-    losses = site.directory / "losses"
+    losses = site.out_dir / "losses"
     losses.unlink()
     site.wait_until(losses.exists, 180, "the guaranteed job's second start")
     site.pack_until(lambda: site.happened("started") == 2, "a second start", 180)
@@ -263,13 +263,13 @@ signal.pause()
 @pytest.mark.slow
 def test_a_job_that_drops_its_agent_is_taken_away(site: Site, chain: Callable[..., str]) -> None:
     site.wait_until(lambda: site.is_told_of(site.guaranteed), 60, "the node's word")
-    (site.directory / "hog.py").write_text(HOG)
+    (site.out_dir / "hog.py").write_text(HOG)
     drops = "env -u PYTHONPATH -u HETSTREAM_GPU -u HETSTREAM_JOB_CLASS"
     command = f"exec {drops} {sys.executable} hog.py {site.sharing}/gpu{site.number}"
     words = ("--parsable", "--partition=opp", "--comment=hetstream:gpu-memory=128M", "--mem=1G", "--time=20")
-    job = site.run("sbatch", *words, "--requeue", "--output=hog.out", f"--wrap={command}").strip()
+    job = site.run("sbatch", *words, "--requeue", "--output=hog.out", f"--wrap={command}")
     site.pack_until(lambda: site.happened("started"), "a start beside the guaranteed job")
-    site.wait_until(lambda: "holds" in (site.directory / "hog.out").read_text(), 30, "the memory to be taken")
+    site.wait_until(lambda: "holds" in (site.out_dir / "hog.out").read_text(), 30, "the memory to be taken")
     site.pack_until(lambda: site.happened("evicted"), "its eviction")
     (reason,) = (event.reason for event in site.events if (event.event, event.job) == ("evicted", job))
     assert "bytes of the GPU without an agent" in reason

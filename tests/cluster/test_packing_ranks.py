@@ -9,9 +9,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -21,10 +21,9 @@ from hetstream.slurm_plugin.coordinator.table import GpuTable, GpuWatch, Process
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from tests.cluster.packing_site import RULES, Site
+from tests.clusters import running_cluster
 from tests.conftest import WaitUntil
-from tests.devcluster.boot import BootRequest
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.spec import ClusterShape
 from tests.slurm_plugin.coordinator.conftest import TRAIN_RANKS, ranks_alone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -38,7 +37,7 @@ class TwoGpus(Site):
         super().__post_init__()
         quotas = Quotas({"vision": 2}, partitions=("gpu",))
         self.packer = Packer(
-            PackingSlurm(self.environ), self.told, ["opp"], self.events.append, acting=True, quotas=lambda _: quotas,
+            PackingSlurm(self.env), self.told, ["opp"], self.events.append, acting=True, quotas=lambda _: quotas,
             rules=RULES,
         )  # fmt: skip
 
@@ -60,10 +59,10 @@ class TwoGpus(Site):
         train = f"{sys.executable} {TRAIN_RANKS} 1000000 64 {wait_ms} {name} {data_workers}"
         command = f"exec srun --kill-on-bad-exit=1 {train}"
         fixed = ("--parsable", "--ntasks=2", "--cpus-per-task=1", "--mem=1G", "--time=20", f"--output={name}.out")
-        return self.run("sbatch", *fixed, *words, f"--wrap={command}").strip()
+        return self.run("sbatch", *fixed, *words, f"--wrap={command}")
 
     def made(self, name: str, rank: int) -> list[str]:
-        path = self.directory / f"{name}.{rank}"
+        path = self.out_dir / f"{name}.{rank}"
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def ranks_go_on(self, name: str, steps: int) -> None:
@@ -89,21 +88,13 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 
 
 @pytest.fixture
-def site(
-    shape: Shape, running_cluster: Callable[..., Any], request: pytest.FixtureRequest, wait_until: WaitUntil
-) -> Iterator[TwoGpus]:
+def site(shape: Shape, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[TwoGpus]:
     """A cluster; at the end nothing is left of any job."""
-    name = f"pytest-{os.getpid()}-ranks"
-    nodes, gpus = shape
-    boot = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(nodes, gpus, 0, 6), packing=True)
-    with running_cluster(boot, choose_programs("host", DEFAULT_CACHE_DIR, print)) as running:
-        directory = running.out_dir / re.sub(r"\W+", "-", request.node.name)
-        directory.mkdir()
-        site = TwoGpus(running.record, directory, wait_until)
+    with running_cluster("ranks", ClusterShape(*shape, 0, 6), packing=True) as running:
+        site = TwoGpus(running.record, running.directory(request.node.name), wait_until)
         yield site
         print(*site.events, sep="\n")
-        site.run("scancel", "--user=root")
-        wait_until(lambda: not site.run("squeue", "-h"), 60, "the end of all jobs")
+        site.clear(wait_until)
         left = site.sharing.parent
         wait_until(lambda: not list(left.glob("*/*/[0-9]*")), 10, "the end of all that the Prolog wrote")
 

@@ -43,7 +43,7 @@ class OwnJob:
     options: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        directory = self.site.directory
+        directory = self.site.out_dir
         script = f"date +%s.%N >{directory}/begun; until [ -e {directory}/end ]; do sleep 0.05; done"
         options = ("--partition=gpu", "--mem=100", "--time=5", "--output=/dev/null", *self.options)
         self.number = self.site.run(
@@ -51,8 +51,8 @@ class OwnJob:
         ).strip()
 
     def end(self) -> None:
-        (self.site.directory / "end").touch()
-        self.site.wait_until(lambda: (self.site.directory / "ended").exists(), 20, "its end")
+        (self.site.out_dir / "end").touch()
+        self.site.wait_until(lambda: (self.site.out_dir / "ended").exists(), 20, "its end")
 
     def shown(self) -> str:
         return self.site.run("scontrol", "show", "job", self.number)
@@ -137,7 +137,7 @@ def test_an_opportunistic_job_yields_to_a_job_that_starts_and_hears_when_it_has_
     site.wait_until(lambda: len(steps_at(job)) > alone + 20, 30, "steps that nobody holds up")
     own = OwnJob(site, ("--gpus=1",))
     grant = site.sharing / "grants" / f"{own.number}.json"
-    site.wait_until(lambda: (site.directory / "begun").exists(), 30, "its start")
+    site.wait_until(lambda: (site.out_dir / "begun").exists(), 30, "its start")
     assert json.loads(grant.read_text())["gpus"] == [site.gpu().gpu], "it has the other GPU"
     granted_at = grant.stat().st_mtime
     site.wait_until(lambda: time.time() - steps_at(job)[-1] > _PAUSED_S, 30, "a pause")
@@ -146,7 +146,7 @@ def test_an_opportunistic_job_yields_to_a_job_that_starts_and_hears_when_it_has_
     yields_s = max(0.0, before[-1] - granted_at)
     own.end()
     site.wait_until(lambda: len(steps_at(job)) > len(before), 30, "a step on a free GPU")
-    told_s = steps_at(job)[len(before)] - float((site.directory / "ended").read_text())
+    told_s = steps_at(job)[len(before)] - float((site.out_dir / "ended").read_text())
     print(f"yielded {yields_s:.2f} s after the start of a job with a mini-batch of {batch_s:.2f} s, and went on "
           f"{told_s:.2f} s after its end")  # fmt: skip
     assert yields_s < _YIELDS_S + batch_s

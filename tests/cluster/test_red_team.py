@@ -25,11 +25,9 @@ COMMANDS = ("util", "advise", "report")
 def others(devcluster: Any) -> Iterator[dict[str, str]]:
     """Jobs of another user, by name: one that runs, and one that waits for GPUs."""
     gpus = ["-p", "gpu", "-w", "gpu0", "--gres=gpu:4", "-o", "/dev/null", "--wrap", "sleep 300"]
-    jobs = {
-        name: devcluster.run(["sbatch", "--parsable", "-J", name, *gpus]).stdout.strip() for name in ("runs", "waits")
-    }
+    jobs = {name: devcluster.run("sbatch", "--parsable", "-J", name, *gpus) for name in ("runs", "waits")}
     yield jobs
-    devcluster.run(["scancel", "--quiet", *jobs.values()])
+    devcluster.run("scancel", "--quiet", *jobs.values())
 
 
 def submit(devcluster: Any, place: Path, text: str, *words: str) -> str:
@@ -94,5 +92,5 @@ def test_hostile_texts_in_slurm_change_nobody_elses_reading(
         assert slurm.living_jobs().keys() >= {*others.values()}
         assert not slurm.living_jobs().keys() & {*jobs.values()}
     finally:
-        devcluster.run(["scancel", "--quiet", *jobs.values()])
+        devcluster.run("scancel", "--quiet", *jobs.values())
     wait_until(lambda: not {*jobs.values()} & {str(job.job_id) for job in slurm.snapshot().jobs}, 60, "their end")

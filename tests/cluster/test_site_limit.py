@@ -26,8 +26,8 @@ def test_a_starving_job_grows_as_far_as_its_share(
     options = ["--allocate", "--pool", "cpu", "--interval", "5", "--state-dir", str(tmp_path / "state")]
     argv = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "site", "daemon", "--address", str(address), *options]
     held = ["sbatch", "--parsable", "-p", "cpu", "-N4", "-n62", "--mem-per-cpu=1", "--output=/dev/null"]
-    other = devcluster.run([*held, "--wrap=sleep 600"]).stdout.strip()
-    wait_until(lambda: devcluster.run(["squeue", "-hj", other, "-o", "%t"]).stdout.strip() == "R", 60)
+    other = devcluster.run(*held, "--wrap=sleep 600")
+    wait_until(lambda: devcluster.run("squeue", "-hj", other, "-o", "%t") == "R", 60)
     env = {**devcluster.env, "HETSTREAM_DAEMON": str(address)}
     directives = "--data-workers=0-6 --data-worker-cpus=1 --data-worker-cooldown=2"
     job = None
@@ -48,7 +48,7 @@ def test_a_starving_job_grows_as_far_as_its_share(
         wait_until(lambda: len(job.companions("R")) == 2, 60, "two companions")
         wait_until(lambda: [one.limit for one in known()] == [2], 30, "a limit of two")
         assert "by the site 2" in job.status()["elastic"]
-        devcluster.run(["scancel", other])
+        devcluster.run("scancel", other)
         wait_until(lambda: len(job.companions("R")) >= 4, 90, "as many as feed it")
         assert "site limit=2: 2 of " in (job.home / "master.log").read_text()
         # Without the daemon the job goes on as it is.
@@ -59,7 +59,7 @@ def test_a_starving_job_grows_as_far_as_its_share(
     finally:
         daemon.kill()
         daemon.wait(60)
-        devcluster.run(["scancel", other])
+        devcluster.run("scancel", other)
         if job is not None:
             job.cancel()
             wait_until(job.has_ended, timeout_s=120, what="an empty queue")

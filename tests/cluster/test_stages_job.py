@@ -107,14 +107,14 @@ def test_without_a_free_gpu_the_trainer_makes_its_steps_and_says_so(
     other = ""
     try:
         wait_until(lambda: job.steps(), 60, "the trainer")
-        other = devcluster.run([*held, "--gres=gpu:3", "--wrap=sleep 600"]).stdout.strip()
-        wait_until(lambda: devcluster.run(["squeue", "-hj", other, "-o", "%t"]).stdout.strip() == "R", 60)
+        other = devcluster.run(*held, "--gres=gpu:3", "--wrap=sleep 600")
+        wait_until(lambda: devcluster.run("squeue", "-hj", other, "-o", "%t") == "R", 60)
         before = len(job.steps())
         wait_until(lambda: len(job.steps()) > before + 45, 90, "steps that the trainer makes")
         assert job.status()["elastic_gpu"]
     finally:
         if other:
-            devcluster.run(["scancel", other])
+            devcluster.run("scancel", other)
     wait_until(lambda: "gpu" in devices(job), 150, "a data worker with a GPU")
     job.stop()
     wait_until(job.has_ended, timeout_s=120, what="the end of the job")

@@ -35,18 +35,18 @@ def test_wait_returns_the_scripts_exit_code(devcluster: Any, wait_until: Callabl
     job_id = done.stdout.removeprefix("Submitted batch job ").strip()
     output = (directory / f"slurm-{job_id}.out").read_text()
     assert output == f"file:{directory}/.hetstream/job-{job_id}/address\n"
-    assert "JobName=job.sbatch" in devcluster.run(["scontrol", "show", "job", job_id]).stdout
+    assert "JobName=job.sbatch" in devcluster.run("scontrol", "show", "job", job_id)
 
     def told(*words: str) -> str:
         """From another directory, by the number of a component."""
-        return devcluster.run([str(HETSTREAM), *words]).stdout
+        return devcluster.run(str(HETSTREAM), *words)
 
     # sbatch waits for the script's component alone; the job master's may end a moment later.
     summary = directory / ".hetstream" / f"job-{job_id}" / "summary.json"
     wait_until(summary.exists, timeout_s=60, what="the service's last words")
     assert f"job-{job_id} (job.sbatch) has ended: no loader connected" in told("job", f"{job_id}+1")
     own_number = str(int(job_id) + 1)  # of component 1
-    assert told("job", "--logs", "--path", own_number, "master") == f"{directory}/.hetstream/job-{job_id}/master.log\n"
+    assert told("job", "--logs", "--path", own_number, "master") == f"{directory}/.hetstream/job-{job_id}/master.log"
     assert "has ended" in told("job", job_id)
 
 
@@ -76,7 +76,7 @@ def test_the_command_lines_partition_is_the_trainers(devcluster: Any) -> None:
     try:
         jobs = CommandSlurm(devcluster.env).snapshot().jobs
     finally:
-        devcluster.run(["scancel", job_id])
+        devcluster.run("scancel", job_id)
     components = {job.het.offset: job for job in jobs if job.het and str(job.het.het_job_id) == job_id}
     found = [(job.partitions, job.count("gpu")) for _, job in sorted(components.items())]
     assert found == [(("gpu",), 1), (("cpu",), 0)]
@@ -87,8 +87,8 @@ def paste(devcluster: Any, directory: Path, done: subprocess.CompletedProcess[st
     command = done.stderr.strip().splitlines()[-1].partition("on the script above: ")[2]
     directory.mkdir(exist_ok=True)
     (directory / "job.sbatch").write_text(done.stdout)
-    pasted = devcluster.run(["sh", "-c", f"cd {directory} && {command}"])
-    return str(pasted.stdout.split()[-1])
+    pasted = devcluster.run("sh", "-c", f"cd {directory} && {command}")
+    return str(pasted.split()[-1])
 
 
 @pytest.mark.shows("what a dry run of `sbatch` or `migrate` prints works when pasted")
@@ -99,8 +99,8 @@ def test_what_dry_runs_print_works_when_pasted(devcluster: Any, wait_until: Call
     first = paste(devcluster, directory / "again", done)
     jobs = [first]
     try:
-        wait_until(lambda: "R" in devcluster.run(["squeue", "-hj", first, "-o", "%t"]).stdout, 60, "the first job")
-        printed = devcluster.run(["squeue", "-hj", first, "-O", "HetJobOffset,Partition,Comment:50"]).stdout
+        wait_until(lambda: "R" in devcluster.run("squeue", "-hj", first, "-o", "%t"), 60, "the first job")
+        printed = devcluster.run("squeue", "-hj", first, "-O", "HetJobOffset,Partition,Comment:50")
         trainer, worker = (row.strip().split(maxsplit=2)[1:] for row in sorted(printed.splitlines()))
         assert trainer == ["gpu", "it's a test"], printed
         assert worker[0] == "cpu"
@@ -108,10 +108,10 @@ def test_what_dry_runs_print_works_when_pasted(devcluster: Any, wait_until: Call
         moved = subprocess.run(argv, env=dict(devcluster.env), capture_output=True, text=True, check=False, timeout=120)
         assert moved.returncode == 0, moved.stderr
         jobs.append(paste(devcluster, directory / "moved", moved))
-        rows = devcluster.run(["squeue", "-hj", jobs[1], "-o", "%t"]).stdout
+        rows = devcluster.run("squeue", "-hj", jobs[1], "-o", "%t")
         assert rows.split() == ["PD", "PD"]
     finally:
-        devcluster.run(["scancel", *jobs])
+        devcluster.run("scancel", *jobs)
 
 
 def test_nothing_is_left_of_a_cancelled_job(devcluster: Any, wait_until: Callable[..., None]) -> None:
@@ -122,9 +122,9 @@ def test_nothing_is_left_of_a_cancelled_job(devcluster: Any, wait_until: Callabl
     log = job_directory / "master.log"
     begins = "the elastic controller begins"
     wait_until(lambda: log.exists() and begins in log.read_text(), timeout_s=60, what="the elastic controller")
-    devcluster.run(["scancel", job_id])
+    devcluster.run("scancel", job_id)
     active = ["squeue", "--noheader", "--states=PD,R,CG"]
-    wait_until(lambda: not devcluster.run(active).stdout, timeout_s=90, what="an empty queue")
+    wait_until(lambda: not devcluster.run(*active), timeout_s=90, what="an empty queue")
     wait_until(lambda: not (job_directory / "address").exists(), timeout_s=30, what="the removal of the keys")
     assert not (job_directory / "dispatcher").exists()
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -35,7 +35,7 @@ class Job:
         directory.mkdir()
         (directory / "train.sbatch").write_text(SCRIPT.format(options=options))
         argv = [str(HETSTREAM), "sbatch", "--parsable", f"--chdir={directory}", f"--jobs-dir={directory}/jobs"]
-        self.job_id = cluster.run([*argv, str(directory / "train.sbatch")]).stdout.strip()
+        self.job_id = cluster.run(*argv, str(directory / "train.sbatch"))
         self.jobs = directory / "jobs" / f"job-{self.job_id}"
 
     def lines(self, name: str) -> list[str]:
@@ -49,11 +49,11 @@ class Job:
     def steps(self) -> dict[str, str]:
         """The job's steps, by name."""
         components = f"{self.job_id},{int(self.job_id) + 1}"
-        shown = self.cluster.run(["squeue", "-h", "-s", "-o", "%j %i", f"--jobs={components}"]).stdout
+        shown = self.cluster.run("squeue", "-h", "-s", "-o", "%j %i", f"--jobs={components}")
         return dict(line.split() for line in shown.splitlines())
 
     def is_over(self) -> bool:
-        return self.job_id not in self.cluster.run(["squeue", "-h", "-o", "%A %i"]).stdout.split()
+        return self.job_id not in self.cluster.run("squeue", "-h", "-o", "%A %i").split()
 
     def num_registered(self) -> int:
         """How often a data worker has come to the dispatcher."""
@@ -95,7 +95,7 @@ def check_warned(cluster: Any, wait_until: Callable[..., None]) -> None:
     wait_until(lambda: job.lines("batches") and job.is_served(), 90, "data workers make batches")
     master = job.steps()["hetstream"]
     for name, number in (("USR1", "10"), ("USR2", "12"), ("34", "34"), ("HUP", "1"), ("TERM", "15")):
-        cluster.run(["scancel", f"--signal={name}", job.job_id])
+        cluster.run("scancel", f"--signal={name}", job.job_id)
         wait_until(lambda number=number: number in job.lines("signals"), 30, f"{name} has come")
         count = len(job.lines("batches"))
         wait_until(lambda count=count: len(job.lines("batches")) > count + 20, 60, "the training goes on")
@@ -107,7 +107,7 @@ def check_warned(cluster: Any, wait_until: Callable[..., None]) -> None:
     told = "".join(path.read_text() for path in job.jobs.glob("data-worker-*.log"))
     assert "starting anew" not in told, "it has the Python of the program from the beginning"
     wait_until(lambda: "data-worker" in job.steps(), 60, "a data worker that Slurm has ended is there again")
-    cluster.run(["scancel", job.job_id])
+    cluster.run("scancel", job.job_id)
     check_end_in_order(job, wait_until)
 
 

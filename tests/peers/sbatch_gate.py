@@ -30,13 +30,13 @@ from pathlib import Path
 
 from hetstream.hetjob.convert.sbatch_options import megabytes
 from hetstream.slurm_plugin.client.slurm_units import expand
-from tests.devcluster.boot import boot
+from tests.devcluster.boot import BootRequest, boot
 from tests.devcluster.render import version_tuple
 from tests.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
 from tests.devcluster.spec import DEFAULT_STATE_ROOT
 from tests.devcluster.teardown import tear_down
 from tests.peers import sbatch_corpus
-from tests.peers.sbatch_site import DATA_WORKER_PARTITION, boot_request, commands_after_boot, named_in
+from tests.peers.sbatch_site import DATA_WORKER_PARTITION, SHAPE, commands_after_boot, named_in, settings_of
 
 HERE = Path(__file__).resolve().parent
 # sbatch --wait does not return while its job is held.
@@ -550,7 +550,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state_dir = DEFAULT_STATE_ROOT / name
     try:
         record = boot(
-            boot_request(name, state_dir, named), choose_programs(options.slurm, DEFAULT_CACHE_DIR, print), print
+            BootRequest(name, state_dir, SHAPE, settings=tuple(settings_of(named))),
+            choose_programs(options.slurm, DEFAULT_CACHE_DIR, print),
+            print,
         )
         with submitter_on(state_dir, record.environment(os.environ), list(commands_after_boot(named))) as submitter:
             report = compare(submitter, {name: Case(path) for name, path in scripts.items()})

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hetstream.slurm_plugin.client.slurm_units import expand
-from tests.devcluster.boot import BootRequest
 from tests.devcluster.spec import ClusterShape
 
 # The partition of the data workers, with the one node that is real.
 DATA_WORKER_PARTITION = "cpu"
+SHAPE = ClusterShape(0, 1, 1)
 _DEFAULT_PARTITION = "everything"
 # More than the largest job of the scripts asks for; each is a row of each partition in what sinfo prints.
 _NODES = 72
@@ -79,12 +78,8 @@ def _names(texts: Iterable[str], separators: str) -> dict[str, None]:
     return dict.fromkeys(part for part in parts if _NAME.match(part) and re.fullmatch(r"[\w.:-]+", part, re.ASCII))
 
 
-def boot_request(name: str, state_dir: Path, named: Named) -> BootRequest:
-    """A cluster that has all of it."""
-    return BootRequest(name, state_dir, ClusterShape(0, 1, 1), settings=tuple(_settings(named)))
-
-
-def _settings(named: Named) -> Iterator[str]:
+def settings_of(named: Named) -> Iterator[str]:
+    """Lines of slurm.conf with which a cluster has all of it."""
     types = [f"gpu:{name}:{_GPUS}" for name in named.gpu_types] or [f"gpu:{_GPUS}"]
     others = [f"{name}:1000000" for name in named.gres if name != "gpu"]
     own = _hosts(named.nodes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -15,27 +14,25 @@ from typing import Any
 
 import pytest
 
+from tests.clusters import running_cluster
 from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT
 from tests.peers import sbatch_corpus, sbatch_gate
 from tests.peers.sbatch_gate import Case, Submitter, compare, differences, foreign
-from tests.peers.sbatch_site import boot_request, commands_after_boot, named_in
+from tests.peers.sbatch_site import SHAPE, commands_after_boot, named_in, settings_of
 
 OWN = Path(__file__).parent / "sbatch_scripts"
 GateOn = Callable[[list[Path]], AbstractContextManager[tuple[Submitter, dict[str, Path]]]]
 
 
 @pytest.fixture
-def gate_on(release: str, running_cluster: Callable[..., Any]) -> GateOn:
+def gate_on(release: str) -> GateOn:
     """A submitter on a cluster that has what the scripts of folders name, and the scripts."""
 
     @contextmanager
     def on(folders: list[Path]) -> Iterator[tuple[Submitter, dict[str, Path]]]:
         scripts = sbatch_gate.scripts_in(folders)
         named = named_in(sbatch_gate.text_of(scripts))
-        name = f"pytest-{os.getpid()}-gate-{release.replace('.', '')}"
-        request = boot_request(name, DEFAULT_STATE_ROOT / name, named)
-        with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as cluster:
+        with running_cluster("gate", SHAPE, release, settings=tuple(settings_of(named))) as cluster:
             commands = list(commands_after_boot(named))
             with sbatch_gate.submitter_on(cluster.state_dir, cluster.env, commands) as submitter:
                 yield submitter, scripts

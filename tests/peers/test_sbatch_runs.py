@@ -51,8 +51,8 @@ def submit(cluster: Any, directory: Path, script: Path, *command: str) -> str:
 def finished(cluster: Any, wait_until: Callable[..., None], jobs: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """What slurmctld has of each script's job when all are over."""
     active = ["squeue", "--noheader", "--states=PD,CF,R,CG", f"--jobs={','.join(jobs.values())}"]
-    wait_until(lambda: not cluster.run(active).stdout, timeout_s=240, what="the end of the jobs")
-    shown = parse_jobs(cluster.run(["scontrol", "show", "job"]).stdout)
+    wait_until(lambda: not cluster.run(*active), timeout_s=240, what="the end of the jobs")
+    shown = parse_jobs(cluster.run("scontrol", "show", "job"))
     return {name: shown.get(f"{job_id}+0") or shown[job_id] for name, job_id in jobs.items()}
 
 

@@ -99,9 +99,9 @@ def test_templates_run_on_real_slurm(
     done = subprocess.run(words, cwd=directory, env=environ, capture_output=True, text=True, check=True, timeout=60)
     job_id = done.stdout.strip()
     active = ["squeue", "--noheader", "--states=PD,R,CG"]
-    wait_until(lambda: not devcluster.run(active).stdout, timeout_s=120, what="the end of the job and its companions")
+    wait_until(lambda: not devcluster.run(*active), timeout_s=120, what="the end of the job and its companions")
     output = (directory / f"{name}-{job_id}.out").read_text()
-    assert "ExitCode=0:0" in devcluster.run(["scontrol", "show", "job", job_id]).stdout, output
+    assert "ExitCode=0:0" in devcluster.run("scontrol", "show", "job", job_id), output
     lines = [line for rank in range(size) for line in (directory / f"ledger-{rank}").read_text().splitlines()]
     for epoch in ("0", "1"):
         ids = [int(number) for line in lines if line.startswith(f"{epoch} ") for number in line.split()[1].split(",")]
@@ -132,8 +132,8 @@ def test_two_ranks_of_the_horovod_template_train_as_one(
         argv = [horovod_bin / "hetstream", "sbatch", "--parsable", *words]
         done = subprocess.run(argv, cwd=directory, env=environ, capture_output=True, text=True, check=True, timeout=60)
         active = ["squeue", "--noheader", "--states=PD,R,CG"]
-        wait_until(lambda: not devcluster.run(active).stdout, timeout_s=180, what="the end of the job")
-        shown = devcluster.run(["scontrol", "show", "job", done.stdout.strip()]).stdout
+        wait_until(lambda: not devcluster.run(*active), timeout_s=180, what="the end of the job")
+        shown = devcluster.run("scontrol", "show", "job", done.stdout.strip())
         return shown, (directory / f"horovod-{done.stdout.strip()}.out").read_text()
 
     options = ("--data-workers=1", "--data-worker-cpus=1", "--ntasks-per-node=2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -18,10 +17,10 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.cli import main
-from tests.devcluster.boot import BootRequest
+from tests.clusters import running_cluster
 from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from tests.devcluster.sites import ACCOUNTING
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.spec import ClusterShape
 
 PROGRAM = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")
@@ -49,18 +48,12 @@ class Site:
 
     def run(self, *argv: str) -> str:
         """Run a command of Slurm's and return what it printed."""
-        return str(self.cluster.run(argv).stdout).strip()
+        return str(self.cluster.run(*argv)).strip()
 
     def submit(self, *options: str, command: str = "exec sleep 600", nobody: bool = False) -> str:
         """Submit a job and return its id."""
         drop = (*DROP.split(), "env", "--chdir=/") if nobody else ()
         return self.run(*drop, "sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={command}")
-
-    def cancel_all(self) -> None:
-        """End all jobs, whoever has submitted them: scancel takes no uid of nobody, nor a component that is pending."""
-        labels = self.run("squeue", "--all", "--noheader", "--format=%i").split()
-        if jobs := {re.split("[+_]", label)[0] for label in labels}:
-            self.run("scancel", "--quiet", *jobs)
 
     def state(self, job: str) -> str:
         """State and reason, such as `PENDING Resources`; of a component or task as Slurm labels it."""
@@ -151,19 +144,19 @@ def kinds(request: pytest.FixtureRequest) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    request: pytest.FixtureRequest, running_cluster: Callable[..., Any], release: str, kinds: Sequence[str]
-) -> Iterator[Any]:
+def cluster(request: pytest.FixtureRequest, release: str, kinds: Sequence[str]) -> Iterator[Any]:
     """The module's own cluster: 2 nodes of 16 CPUs and 4 GPUs, 4 of 16 CPUs, 64,000 MB each; or its SHAPE and
     SETTINGS. With its PACKING, jobs share GPUs and the guard is in place.
     """
     programs = choose_programs(release, DEFAULT_CACHE_DIR, print, accounting=ACCOUNTING in kinds)
-    name = f"pytest-{os.getpid()}-site"
-    shape, settings = getattr(request.module, "SHAPE", ClusterShape()), getattr(request.module, "SETTINGS", ())
-    packing = getattr(request.module, "PACKING", False)
-    place = DEFAULT_STATE_ROOT / name
-    wanted = BootRequest(name, place, shape, packing=packing, sites=tuple(kinds), settings=settings)
-    with running_cluster(wanted, programs) as found:
+    with running_cluster(
+        "site",
+        getattr(request.module, "SHAPE", ClusterShape()),
+        programs=programs,
+        packing=getattr(request.module, "PACKING", False),
+        sites=tuple(kinds),
+        settings=getattr(request.module, "SETTINGS", ()),
+    ) as found:
         yield found
 
 
@@ -173,13 +166,12 @@ def site(cluster: Any, wait_until: WaitUntil, tmp_path: Path) -> Iterator[Site]:
     as_nobody = tmp_path / "as-nobody"
     as_nobody.mkdir()
     for name in READERS:
-        found = cluster.run(["sh", "-c", f"command -v {name}"]).stdout.strip()
+        found = cluster.run("sh", "-c", f"command -v {name}")
         (as_nobody / name).write_text(f'#!/bin/sh\nexec {DROP} {found} "$@"\n')
         (as_nobody / name).chmod(0o755)
     site = Site(cluster, as_nobody, wait_until)
     yield site
-    site.cancel_all()
-    wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
+    cluster.clear(wait_until)
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +190,14 @@ def other(cluster: Any, release: str, tmp_path_factory: pytest.TempPathFactory, 
         f"SlurmctldPidFile={place}/pid\nSlurmctldLogFile={place}/log\nDefMemPerCPU=500\n{_OTHER_NODES}\n"
         "PartitionName=qq Nodes=ALL Default=YES MaxTime=INFINITE\n"
     )
-    cluster.run(("sacctmgr", "--immediate", "--quiet", "add", "cluster", name))
+    cluster.run("sacctmgr", "--immediate", "--quiet", "add", "cluster", name)
     argv = [choose_programs(release, DEFAULT_CACHE_DIR, print, accounting=True).slurmctld, "-D", "-f", conf]
     daemon = subprocess.Popen(argv, env={**cluster.env, "SLURM_CONF": str(conf)}, stderr=subprocess.DEVNULL)
     try:
 
         def is_registered() -> bool:
-            said = cluster.run(("sacctmgr", "--noheader", "--parsable2", "show", "cluster", name, "format=controlport"))
-            return bool(said.stdout.strip() == str(port))
+            said = cluster.run("sacctmgr", "--noheader", "--parsable2", "show", "cluster", name, "format=controlport")
+            return bool(said == str(port))
 
         wait_until(is_registered, 60, "the other cluster's slurmctld in slurmdbd")
         yield name

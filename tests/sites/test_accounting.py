@@ -165,7 +165,7 @@ def test_a_partition_that_admits_no_job_of_its_owner_hides_no_reason_of_another(
         assert (waits_for, sorted(partitions)) == ("CPUs", ["cpu", "other"])
         assert [shape["partitions"] for shape in site.told("frag")["shapes"]] == [["cpu"]]
     finally:
-        site.cancel_all()
+        site.cluster.cancel_all()
         site.wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
         site.run("scontrol", "delete", "PartitionName=other")
 

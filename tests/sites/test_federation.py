@@ -25,10 +25,10 @@ SMALL = ("--mem=100", "--time=60")
 def federation(cluster: Any, other: str, wait_until: Any) -> str:
     """The name of the other cluster, when both know each other."""
     names = f"{cluster.record.cluster_name},{other}"
-    cluster.run(("sacctmgr", "--immediate", "--quiet", "add", "federation", "fed", f"clusters={names}"))
+    cluster.run("sacctmgr", "--immediate", "--quiet", "add", "federation", "fed", f"clusters={names}")
 
     def is_known() -> bool:
-        said = str(cluster.run(("scontrol", "show", "federation")).stdout)
+        said = cluster.run("scontrol", "show", "federation")
         return f"Sibling:    {other}" in said and said.count("ACTIVE") == 2
 
     wait_until(is_known, 60, "the federation")

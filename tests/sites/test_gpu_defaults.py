@@ -71,7 +71,7 @@ def test_what_a_partition_gives_for_each_gpu_is_what_slurm_gives(site: Any, trie
         site.settle(**{job: "RUNNING"})
         given = dict(pair.split("=") for pair in site.run("squeue", f"-j{job}", "-hO", "tres-alloc:99").split(","))
         assert (int(given["cpu"]), mb(given["mem"])) == (cpus, memory_mb), form
-        site.cancel_all()
+        site.cluster.cancel_all()
         full = site.submit(*HOLD, "-c16", "--mem=100")
         site.settle(**{full: "RUNNING"})
 

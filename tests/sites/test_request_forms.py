@@ -101,7 +101,7 @@ def start_s(site: Any, form: list[str]) -> float | None:
     for partition in form[0].removeprefix("-p").split(","):
         asked = ["sbatch", "--test-only", "--time=10", f"-p{partition}", *form[1:], "--wrap=true"]
         with contextlib.suppress(SlurmCommandError):
-            at = re.search(r"to start at (\S+)", site.cluster.run(asked).stderr)
+            at = re.search(r"to start at (\S+)", site.cluster.attempt(*asked).stderr)
             found += [datetime.fromisoformat(at[1]).timestamp() - time.time()] if at else []
     return min(found, default=None)
 

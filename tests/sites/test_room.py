@@ -160,7 +160,7 @@ def test_a_magnetic_reservation_of_a_group_is_room_for_its_members_alone(site: A
         member = as_nobody(site, "-pcpu", "-c2")
         assert site.state(member).startswith("RUNNING") or site.facts(member)["fits_on"] == ["cpu1"]
     finally:
-        site.cancel_all()
+        site.cluster.cancel_all()
         site.wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
         site.run("scontrol", "delete", name)
 
@@ -220,6 +220,6 @@ def test_a_job_that_is_behind_one_of_another_partition_waits_for_its_turn(site: 
         ((kind, _),) = site.blockers(behind)
         assert kind in ("priority", "backfill")
     finally:
-        site.cancel_all()
+        site.cluster.cancel_all()
         site.wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
         site.run("scontrol", "delete", "PartitionName=over")

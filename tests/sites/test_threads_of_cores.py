@@ -41,7 +41,7 @@ def test_memory_by_cpus_stays_the_same_where_cores_have_four_threads(site: Any, 
 
         site.wait_until(lambda: "JobState=CONFIGURING" in shown(), 60, "it has a node")
         cpus, memory = re.findall(r"TRES=cpu=(\d+),mem=([\w.]+),", shown())[-1]
-        site.cancel_all()
+        site.cluster.cancel_all()
         return int(cpus), memory
 
     own = ("--data-workers=1", "--data-worker-cpus=1", "--data-worker-partition=cpu", "--data-worker-mem=100")

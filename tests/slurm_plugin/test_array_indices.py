@@ -81,7 +81,7 @@ def test_all_indices_of_an_array_count_on_slurm(devcluster: Any, wait_until: Cal
     array = slurm.submit("#!/bin/sh\nexec sleep 600\n", [*words, f"--array={','.join(map(str, INDICES))}%2"])
     try:
         wait_until(lambda: slurm.living_jobs().get(first) == "RUNNING", 60)
-        pending = devcluster.run(["squeue", "--noheader", "--array", "--states=PENDING", "--format=%i"]).stdout.split()
+        pending = devcluster.run("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i").split()
         assert len(pending) == len(INDICES)
         for details in (False, True):
             (job,) = [job for job in slurm.snapshot(details=details).jobs if job.is_pending]

@@ -161,12 +161,12 @@ def test_which_nodes_jobs_ask_for_on_slurm(devcluster: Any, wait_until: Callable
         return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120).stdout)
 
     def state(job_id: str) -> tuple[str, str]:
-        shown = devcluster.run(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %r"]).stdout.split()
+        shown = devcluster.run("squeue", "--noheader", f"--jobs={job_id}", "--format=%T %r").split()
         return shown[0], shown[1]
 
     try:
         for name, feature in (("cpu0", "n-a,n-x"), ("cpu2", "n-b,n-x")):
-            devcluster.run(["scontrol", "update", f"NodeName={name}", f"AvailableFeatures={feature}"])
+            devcluster.run("scontrol", "update", f"NodeName={name}", f"AvailableFeatures={feature}")
         for name in ("gpu0", "cpu1", "cpu3"):
             submit("-p", name[:3], "-w", name, "-c16")
         wait_until(lambda: [one.state for one in slurm.snapshot().jobs] == ["RUNNING"] * 3, 60)
@@ -201,7 +201,7 @@ def test_which_nodes_jobs_ask_for_on_slurm(devcluster: Any, wait_until: Callable
         for job_id in submitted:
             slurm.cancel(job_id)
         for name in ("cpu0", "cpu2"):
-            devcluster.run(["scontrol", "update", f"NodeName={name}", "AvailableFeatures=", "ActiveFeatures="])
+            devcluster.run("scontrol", "update", f"NodeName={name}", "AvailableFeatures=", "ActiveFeatures=")
     wait_until(lambda: not slurm.snapshot().jobs, 60)
 
 

@@ -146,14 +146,14 @@ def test_what_people_write_into_a_node_is_told_whole_and_is_no_field(written: st
 def test_a_reason_is_told_as_sinfo_has_it_on_slurm(devcluster: Any) -> None:
     reason = "bad GPU=1 State=x [a] Comment=y"
     update = ("scontrol", "update", "NodeName=cpu3")
-    devcluster.run([*update, "State=DRAIN", f"Reason={reason}"])
-    devcluster.run([*update, "Comment=hi Reason=no Extra=3 MemSpecLimit=9", "Extra=CPUAlloc=7 Reason=w"])
+    devcluster.run(*update, "State=DRAIN", f"Reason={reason}")
+    devcluster.run(*update, "Comment=hi Reason=no Extra=3 MemSpecLimit=9", "Extra=CPUAlloc=7 Reason=w")
     try:
         (node,) = [node for node in CommandSlurm(devcluster.env).snapshot().nodes if node.name == "cpu3"]
         assert (node.reason, node.states, node.memory_mb) == (reason, {"IDLE", "DRAIN"}, 64000)
-        assert devcluster.run(["sinfo", "--noheader", "--nodes=cpu3", "--format=%E"]).stdout.strip() == reason
+        assert devcluster.run("sinfo", "--noheader", "--nodes=cpu3", "--format=%E") == reason
     finally:
-        devcluster.run([*update, "State=RESUME", "Comment=", "Extra="])
+        devcluster.run(*update, "State=RESUME", "Comment=", "Extra=")
 
 
 def test_a_drained_partition_starts_the_jobs_that_wait_in_it() -> None:

@@ -158,7 +158,7 @@ def test_cores_in_a_reservation_on_slurm(devcluster: Any, wait_until: Callable[.
         return submitted[-1]
 
     def state(job_id: str) -> str:
-        return str(devcluster.run(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %r"]).stdout).strip()
+        return str(devcluster.run("squeue", "--noheader", f"--jobs={job_id}", "--format=%T %r")).strip()
 
     def told(*words: str) -> Any:
         command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", *words, "--json"]
@@ -166,10 +166,10 @@ def test_cores_in_a_reservation_on_slurm(devcluster: Any, wait_until: Callable[.
         return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120).stdout)
 
     create = ["ReservationName=hetstream-r1", "StartTime=now", "Duration=120", "Users=root", "Nodes=gpu1", "CoreCnt=4"]
-    devcluster.run(["scontrol", "create", "reservation", *create, *([f"Flags={flags}"] if flags else [])])
+    devcluster.run("scontrol", "create", "reservation", *create, *([f"Flags={flags}"] if flags else []))
 
     def has_cores() -> bool:
-        return " CoreIDs=" in devcluster.run(["scontrol", "--oneliner", "show", "reservation"]).stdout
+        return " CoreIDs=" in devcluster.run("scontrol", "--oneliner", "show", "reservation")
 
     try:
         wait_until(has_cores, 60, "the cores of the reservation, which 22.05 shows some seconds late")
@@ -204,7 +204,7 @@ def test_cores_in_a_reservation_on_slurm(devcluster: Any, wait_until: Callable[.
         for job_id in submitted:
             slurm.cancel(job_id)
         wait_until(lambda: not slurm.snapshot().jobs, 60)
-        devcluster.run(["scontrol", "delete", "ReservationName=hetstream-r1"])
+        devcluster.run("scontrol", "delete", "ReservationName=hetstream-r1")
     wait_until(lambda: all(one.starts_jobs for one in slurm.snapshot().nodes), 60, "nodes without reservations")
 
 

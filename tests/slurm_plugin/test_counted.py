@@ -291,11 +291,11 @@ def test_slurm_decides_what_counts(release: str, devcluster: Any, wait_until: Ca
         wait_until(lambda: [job.state for job in slurm.snapshot().jobs].count("RUNNING") == 4, 60)
         os.kill(slurmd.pid, signal.SIGSTOP)
         slurm.cancel(submitted[2])
-        devcluster.run(["scontrol", "suspend", submitted[1]])
-        devcluster.run(["scontrol", "update", "NodeName=gpu0,cpu1", "State=DRAIN", "Reason=test"])
+        devcluster.run("scontrol", "suspend", submitted[1])
+        devcluster.run("scontrol", "update", "NodeName=gpu0,cpu1", "State=DRAIN", "Reason=test")
         devcluster.run(
-            ["scontrol", "create", "reservation", "ReservationName=counted", "Nodes=cpu2", "StartTime=now",
-             "Duration=60", "Users=root", "Flags=MAINT"]
+            "scontrol", "create", "reservation", "ReservationName=counted", "Nodes=cpu2", "StartTime=now",
+             "Duration=60", "Users=root", "Flags=MAINT"
         )  # fmt: skip
 
         def is_all_there() -> bool:
@@ -320,6 +320,6 @@ def test_slurm_decides_what_counts(release: str, devcluster: Any, wait_until: Ca
         os.kill(slurmd.pid, signal.SIGCONT)
         for job_id in submitted:
             slurm.cancel(job_id)
-        devcluster.run(["scontrol", "delete", "reservation", "counted"])
-        devcluster.run(["scontrol", "update", "NodeName=gpu0,cpu1", "State=RESUME"])
+        devcluster.run("scontrol", "delete", "reservation", "counted")
+        devcluster.run("scontrol", "update", "NodeName=gpu0,cpu1", "State=RESUME")
     wait_until(lambda: not slurm.snapshot().jobs and all(node.starts_jobs for node in slurm.snapshot().nodes), 120)

@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,9 @@ from hetstream.hetjob.site.messages import (
     new_request,
 )
 from hetstream.mpi_dataworkers.process.faults import POINTS
-from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.insight.observation import History
-from tests.devcluster.boot import BootRequest, boot
-from tests.devcluster.record import ClusterRecord, read_daemons
-from tests.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from tests.devcluster.teardown import tear_down
+from tests.clusters import Devcluster, running_cluster
+from tests.devcluster.record import read_daemons
 
 NOBODY = 65534
 
@@ -282,34 +277,20 @@ def test_what_the_command_says(
         assert len(history.since(0.0)) >= 1
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(Devcluster):
     """A cluster of this module's own: its slurmctld is killed, and its sdiag is read."""
 
-    record: ClusterRecord
-    env: Mapping[str, str]
-
-    def run(self, *argv: str, uid: int = 0) -> str:
-        drop = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if uid else []
-        return run_slurm([*drop, *argv], env=self.env, cwd="/").stdout
-
-    def submit(self, *options: str, uid: int = 0) -> str:
-        argv = ("sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=sleep 600")
-        return self.run(*argv, uid=uid).strip()
+    def sleep(self, *options: str, uid: int = 0) -> str:
+        return self.submit("--output=/dev/null", *options, "--wrap=sleep 600", uid=uid)
 
     def daemon(self, name: str) -> Any:
-        return next(one for one in read_daemons(Path(self.record.state_dir)) if one.name == name)
+        return next(one for one in read_daemons(self.state_dir) if one.name == name)
 
 
 @pytest.fixture(scope="module")
 def cluster(release: str) -> Iterator[Cluster]:
-    name = f"daemon-{os.getpid()}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape())
-    record = boot(request, choose_programs(release, DEFAULT_CACHE_DIR, print), print)
-    try:
-        yield Cluster(record, record.environment(os.environ))
-    finally:
-        tear_down(Path(record.state_dir))
+    with running_cluster("daemon", release=release, wrapper=Cluster) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -319,7 +300,7 @@ def site(cluster: Cluster, tmp_path: Path) -> Iterator[RunningDaemon]:
     directory = Path("/tmp") / f"hetstreamd-{os.getpid()}"
     (directory / "state").mkdir(parents=True)
     os.chown(directory / "state", NOBODY, NOBODY)
-    munge = Path(cluster.record.state_dir) / "run" / "munge.sock"
+    munge = cluster.state_dir / "run" / "munge.sock"
     env = {**cluster.env, "HETSTREAM_MUNGE_SOCKET": str(munge)}
     daemon = RunningDaemon(directory, f"tcp://{NOBODY}@127.0.0.1:0", env, ("--allocate",), NOBODY, munge)
     yield daemon
@@ -344,10 +325,10 @@ def rpcs_of(cluster: Cluster, user: str) -> int:
 def test_a_real_cluster_divided_by_an_ordinary_user(
     cluster: Cluster, site: RunningDaemon, wait_until: WaitUntil
 ) -> None:
-    large = cluster.submit("--gres=gpu:3", "--cpus-per-task=1", "--mem=100")
-    small = cluster.submit("--gres=gpu:1", "--cpus-per-task=1", "--mem=100")
-    other = cluster.submit("--gres=gpu:1", "--cpus-per-task=1", "--mem=100", uid=NOBODY)
-    wait_until(lambda: cluster.run("squeue", "-h", "-t", "R", "-o", "%i").count("\n") == 3, 60)
+    large = cluster.sleep("--gres=gpu:3", "--cpus-per-task=1", "--mem=100")
+    small = cluster.sleep("--gres=gpu:1", "--cpus-per-task=1", "--mem=100")
+    other = cluster.sleep("--gres=gpu:1", "--cpus-per-task=1", "--mem=100", uid=NOBODY)
+    wait_until(lambda: cluster.run("squeue", "-h", "-t", "R", "-o", "%i").count("\n") == 2, 60)
     cluster.run("sdiag", "--reset")
     site.start(wait_until)
     assert Path(f"/proc/{site.pid}").stat().st_uid == NOBODY
@@ -358,9 +339,9 @@ def test_a_real_cluster_divided_by_an_ordinary_user(
     wait_until(lambda: limit_of(site, demand(small, wanted=16, cpus=4)) == 4, 60)
     assert limit_of(site, demand(large, wanted=16, cpus=4)) == 12
     # A companion holds CPUs of the pool, and another job's CPUs are gone from it.
-    cluster.submit("-p", "cpu", "-c", "4", "--mem=100", f"--comment=hets:trainer={large}")
-    cluster.submit("-p", "cpu", "-c", "8", "--mem=100")
-    wait_until(lambda: cluster.run("squeue", "-h", "-t", "R", "-o", "%i").count("\n") == 5, 60)
+    cluster.sleep("-p", "cpu", "-c", "4", "--mem=100", f"--comment=hets:trainer={large}")
+    cluster.sleep("-p", "cpu", "-c", "8", "--mem=100")
+    wait_until(lambda: cluster.run("squeue", "-h", "-t", "R", "-o", "%i").count("\n") == 4, 60)
 
     # Another user's job, a message that comes a second time, and what is no message.
     assert site.ask(demand(other)) == RefuseReport(f"job {other} is not yours")
@@ -395,14 +376,14 @@ def test_a_real_cluster_divided_by_an_ordinary_user(
 @pytest.mark.every_release
 @pytest.mark.slow
 def test_slurmctld_dies_and_comes_back(cluster: Cluster, site: RunningDaemon, wait_until: WaitUntil) -> None:
-    job_id = cluster.submit("--gres=gpu:1", "--mem=100")
+    job_id = cluster.sleep("--gres=gpu:1", "--mem=100")
     wait_until(lambda: "R" in cluster.run("squeue", "-h", "-o", "%t"), 60)
     site.start(wait_until)
     site.wait_for_reading(wait_until)
     assert limit_of(site, demand(job_id)) == 8
     # slurmctld writes its state some seconds after a change: it is to know of the job in its next life.
-    saved, seen_ns = Path(cluster.record.state_dir) / "state" / "job_state", time.time_ns()
-    cluster.submit("--hold")
+    saved, seen_ns = cluster.state_dir / "state" / "job_state", time.time_ns()
+    cluster.sleep("--hold")
     wait_until(lambda: saved.exists() and saved.stat().st_mtime_ns > seen_ns, 60, "slurmctld's state to be saved")
     process = Path(f"/proc/{cluster.daemon('slurmctld').pid}")
     argv = process.joinpath("cmdline").read_bytes().decode().split("\0")[:-1]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.clusters import running_cluster
 from tests.devcluster.boot import BootRequest, boot
 from tests.devcluster.cgroups import HIERARCHIES, groups_of, remove_groups, why_not
 from tests.devcluster.errors import BootFailed
 from tests.devcluster.programs import SlurmPrograms, host_programs
-from tests.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.devcluster.spec import ClusterShape
 from tests.devcluster.teardown import plan_teardown
 
 DEVICES = "for n in 0 1 2 3; do head -c1 {} >&2 && echo $n; done; true"
@@ -78,18 +77,15 @@ def test_up_says_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slurm
-def test_a_job_reaches_its_own_gpus_only_and_no_group_stays(running_cluster: Callable[..., Any]) -> None:
-    programs = host_programs()
-    problem = why_not(programs.version)
+def test_a_job_reaches_its_own_gpus_only_and_no_group_stays() -> None:
+    problem = why_not(host_programs().version)
     if problem:
         pytest.skip(f"no control groups: {problem}")
-    name = f"pytest-{os.getpid()}-groups"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 4, 1, 2), cgroups=True)
-    with running_cluster(request, programs) as cluster:
+    with running_cluster("groups", ClusterShape(1, 4, 1, 2), cgroups=True) as cluster:
         reached = DEVICES.format(cluster.state_dir / "dev" / "gpu$n")
-        assert cluster.run(["srun", "--gpus=2", "sh", "-c", reached]).stdout.split() == ["0", "1"]
-        assert cluster.run(["srun", "sh", "-c", reached]).stdout.split() == []
-        inside = cluster.run(["srun", "cat", "/proc/self/cgroup"]).stdout
+        assert cluster.run("srun", "--gpus=2", "sh", "-c", reached).split() == ["0", "1"]
+        assert cluster.run("srun", "sh", "-c", reached).split() == []
+        inside = cluster.run("srun", "cat", "/proc/self/cgroup")
         assert ":freezer:/slurm_gpu0/uid_" in inside, "its own group looks like the root"
         plan = plan_teardown(cluster.state_dir)
         assert plan

@@ -224,6 +224,6 @@ def test_a_real_cluster_has_no_problem_that_is_none(devcluster: Any) -> None:
     document = json.loads(done.stdout)
     assert (done.returncode, document["summary"]["problem"]) == (0, 0), done.stdout
     # The cluster does not load Lua, but Debian's plugins are there.
-    config = parse_text.parse_config(devcluster.run(["scontrol", "show", "config"]).stdout)
+    config = parse_text.parse_config(devcluster.run("scontrol", "show", "config"))
     assert _lua(config["PluginDir"]) == {"job_submit": ("5.1",), "cli_filter": ("5.1",)}
     assert {"AccountingStorageType", "PreemptType"} <= {finding["check"] for finding in document["findings"]}

@@ -194,7 +194,7 @@ def test_a_known_layout_gives_the_table_made_by_hand(devcluster: Any, wait_until
         submit("-p", "cpu", "-w", "cpu0", "-c8", "--mem=32000"),
         submit("-p", "gpu", "-c4", "--gres=gpu:1", "--mem=1000"),
     ]
-    devcluster.run(["scontrol", "update", "NodeName=cpu3", "State=DRAIN", "Reason=new disk"])
+    devcluster.run("scontrol", "update", "NodeName=cpu3", "State=DRAIN", "Reason=new disk")
     try:
         wait_until(lambda: [job.state for job in slurm.snapshot().jobs].count("RUNNING") == 3, 60)
         document = json.loads(run(devcluster.env, "frag", "--json").stdout)
@@ -230,7 +230,7 @@ def test_a_known_layout_gives_the_table_made_by_hand(devcluster: Any, wait_until
         only = json.loads(run(devcluster.env, "frag", "--json", "-w", "cpu[0-1]").stdout)
         assert (only["summary"]["num_nodes"], only["summary"]["mean_indicator"]) == (2, None)
     finally:
-        devcluster.run(["scontrol", "update", "NodeName=cpu3", "State=RESUME"])
+        devcluster.run("scontrol", "update", "NodeName=cpu3", "State=RESUME")
         for job_id in submitted:
             slurm.cancel(job_id)
     wait_until(lambda: not slurm.snapshot().jobs, 60)

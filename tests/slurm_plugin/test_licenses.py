@@ -74,7 +74,7 @@ def test_a_job_behind_others_and_short_of_licenses_on_slurm(devcluster: Any, wai
         return submitted[-1]
 
     def reasons() -> dict[str, str]:
-        said = devcluster.run(["squeue", "--noheader", "--format=%A %r"]).stdout
+        said = devcluster.run("squeue", "--noheader", "--format=%A %r")
         return dict(line.split(None, 1) for line in said.splitlines())
 
     def told(*words: str) -> Any:
@@ -85,9 +85,9 @@ def test_a_job_behind_others_and_short_of_licenses_on_slurm(devcluster: Any, wai
     conf = Path(devcluster.env["SLURM_CONF"])
     before = conf.read_text()
     conf.write_text(f"{before}Licenses=hetstream-a:3,hetstream-b:1\n")
-    devcluster.run(["scontrol", "reconfigure"])
+    devcluster.run("scontrol", "reconfigure")
     try:
-        wait_until(lambda: "hetstream-a" in devcluster.run(["scontrol", "show", "licenses"]).stdout, 60)
+        wait_until(lambda: "hetstream-a" in devcluster.run("scontrol", "show", "licenses"), 60)
         submit("-w", "cpu0", "-c16", "-L", "hetstream-a:2")
         wait_until(lambda: list(reasons().values()) == ["None"], 60, "the first job's start")
         ahead = submit("-w", "cpu0", "-c16")
@@ -105,4 +105,4 @@ def test_a_job_behind_others_and_short_of_licenses_on_slurm(devcluster: Any, wai
             slurm.cancel(job_id)
         wait_until(lambda: not slurm.snapshot().jobs, 60)
         conf.write_text(before)
-        devcluster.run(["scontrol", "reconfigure"])
+        devcluster.run("scontrol", "reconfigure")

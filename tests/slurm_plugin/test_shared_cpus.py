@@ -206,15 +206,15 @@ def test_figures_of_a_partition_that_shares_cpus_on_slurm(devcluster: Any, wait_
         return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120).stdout)
 
     def in_use() -> int:
-        shown = devcluster.run(["sinfo", "--noheader", "--nodes=cpu0", "--partition=twice", "--format=%C"]).stdout
+        shown = devcluster.run("sinfo", "--noheader", "--nodes=cpu0", "--partition=twice", "--format=%C")
         return int(shown.split("/")[0])
 
     conf = Path(devcluster.env["SLURM_CONF"])
     before = conf.read_text()
     conf.write_text(f"{before}PartitionName=twice Nodes=cpu0 OverSubscribe=FORCE:2 MaxTime=INFINITE State=UP\n")
-    devcluster.run(["scontrol", "reconfigure"])
+    devcluster.run("scontrol", "reconfigure")
     try:
-        wait_until(lambda: "twice" in devcluster.run(["sinfo", "--noheader", "--format=%P"]).stdout, 60)
+        wait_until(lambda: "twice" in devcluster.run("sinfo", "--noheader", "--format=%P"), 60)
         for cpus in (10, 10, 4):
             options = ["--output=/dev/null", "--mem=100", "--time=60", "-p", "twice", f"-c{cpus}"]
             submitted.append(slurm.submit("#!/bin/sh\nexec sleep 600\n", options))
@@ -247,5 +247,5 @@ def test_figures_of_a_partition_that_shares_cpus_on_slurm(devcluster: Any, wait_
             slurm.cancel(job_id)
         wait_until(lambda: not slurm.snapshot().jobs, 60)
         conf.write_text(before)
-        devcluster.run(["scontrol", "reconfigure"])
-    wait_until(lambda: "twice" not in devcluster.run(["sinfo", "--noheader", "--format=%P"]).stdout, 60)
+        devcluster.run("scontrol", "reconfigure")
+    wait_until(lambda: "twice" not in devcluster.run("sinfo", "--noheader", "--format=%P"), 60)

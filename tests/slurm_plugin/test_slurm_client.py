@@ -163,7 +163,7 @@ def test_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> 
     job_id = slurm.submit("#!/bin/sh\nsleep 300\n", ["--partition=cpu", "--array=0-1", "--output=/dev/null"])
     slurm.cancel(job_id)
     wait_until(
-        lambda: not devcluster.run(["squeue", "--noheader", f"--jobs={job_id}", "--states=PD,R,CG"]).stdout.strip(),
+        lambda: not devcluster.run("squeue", "--noheader", f"--jobs={job_id}", "--states=PD,R,CG"),
         timeout_s=30,
     )
     slurm.cancel(job_id)

@@ -171,7 +171,7 @@ def test_why_a_heterogeneous_job_waits_on_slurm(devcluster: Any, wait_until: Cal
             assert lines[1].startswith(f"waits for {kind} (job {job_id}{component}): "), lines
             assert (f"job {job_id}+0 in" in lines[2], f"job {job_id}+1 in" in lines[3]) == (True, True)
         limited = submit(*trainer, *workers, "-c2")
-        devcluster.run(["scontrol", "update", "PartitionName=cpu", "MaxTime=30"])
+        devcluster.run("scontrol", "update", "PartitionName=cpu", "MaxTime=30")
         try:
             wait_until(
                 lambda: "waits for time limit" in run(devcluster.env, "why", limited), 90, "the partition's limit"
@@ -179,7 +179,7 @@ def test_why_a_heterogeneous_job_waits_on_slurm(devcluster: Any, wait_until: Cal
             lines = run(devcluster.env, "why", limited).splitlines()
             assert (len(lines), lines[1].split("(")[1].split(")")[0]) == (4, f"job {limited}+1")
         finally:
-            devcluster.run(["scontrol", "update", "PartitionName=cpu", "MaxTime=UNLIMITED"])
+            devcluster.run("scontrol", "update", "PartitionName=cpu", "MaxTime=UNLIMITED")
     finally:
         for job_id in submitted:
             slurm.cancel(job_id)

@@ -191,6 +191,7 @@ class _Holdings:
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
     job_output: frozenset[str]
+    share: frozenset[str]
 
     def beyond(self, before: _Holdings) -> list[str]:
         """What is held now and was not before, as text."""
@@ -202,6 +203,7 @@ class _Holdings:
                 ("file descriptors", self.descriptors - before.descriptors),
                 ("/dev/shm", {name for name in self.shared_memory - before.shared_memory if not _is_foreign(name)}),
                 ("the checkout's root", self.job_output - before.job_output),
+                ("another share of the processor", self.share - before.share),
             )
             if extra
         ]
@@ -217,7 +219,14 @@ def _holdings(on_gpu: bool = False) -> _Holdings:
         shared_memory=frozenset(name for name in _shared_memory() if not (on_gpu and name.startswith("cuda.shm"))),
         # A job that is submitted from there writes there, unless it says otherwise.
         job_output=frozenset(map(str, Path(__file__).parents[1].glob("slurm-*"))),
+        share=frozenset(_share_of_session()),
     )
+
+
+def _share_of_session() -> Iterator[str]:
+    """Linux may share the processor among sessions; with the least share, all that is tested afterwards would wait."""
+    with suppress(OSError):
+        yield Path("/proc/self/autogroup").read_text().strip()
 
 
 def _shared_memory() -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.memory.view import StoreView, find_stores
+from tests.checkpoint.processes import PYTHON_PATH
 from tests.checkpoint.trainers import Trainers
 
 WaitUntil = Callable[..., None]
@@ -39,6 +40,7 @@ def zygote() -> Iterator[subprocess.Popen[str]]:
     """A process that forks trainers; see `programs/zygote.py`."""
     argv = [sys.executable, "-m", "tests.checkpoint.programs.zygote"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
+    environ["PYTHONPATH"] = PYTHON_PATH  # see `equal_priority`
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes) as process:
         yield process

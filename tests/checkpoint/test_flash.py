@@ -36,6 +36,7 @@ from hetstream.checkpoint.flash.saving import Copier
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.layout import Generation
+from tests.checkpoint.processes import PYTHON_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 WaitUntil = Callable[..., None]
@@ -510,7 +511,7 @@ def test_every_end_brings_the_newest_to_disk_and_only_a_crash_leaves_memory(
     end, code, leaves_memory = ENDS[how]
     program = textwrap.dedent(PROGRAM).replace("END", end)
     argv = [sys.executable, "-c", program, str(tmp_path / "ckpt"), str(memory)]
-    assert subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120).returncode == code
+    assert subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHON_PATH}, timeout=120).returncode == code
     latest = tmp_path / "ckpt" / "latest"
     # First what it does: it may not have started yet.
     wait_until(latest.is_symlink, 60, "the checkpoint")
@@ -549,5 +550,5 @@ def test_a_forked_child_leaves_everything_alone(make: Any) -> None:
 
 def test_the_writer_does_without_torch() -> None:
     code = "import hetstream.checkpoint.persist.writer, sys; sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False).returncode == 0

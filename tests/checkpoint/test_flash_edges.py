@@ -33,9 +33,10 @@ from hetstream.checkpoint.memory.store_files import StoreIdentity
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.tensors import copy_plan
+from tests.checkpoint.processes import PYTHON_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRON = {**os.environ, "PYTHONPATH": PYTHON_PATH}
 
 
 def state_of(value: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.flash.ranks import Alone, communicator
 from hetstream.checkpoint.integrations.horovod import HorovodCommunicator
+from tests.checkpoint.processes import PYTHON_PATH
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ class Framework:
 
     def __init__(self, starter: subprocess.Popen[str], directory: Path) -> None:
         self._starter = starter
-        self._variables = {"TMPDIR": str(directory), "PYTHONPATH": os.environ["PYTHONPATH"]}  # see `equal_priority`
+        self._variables = {"TMPDIR": str(directory), "PYTHONPATH": PYTHON_PATH}
         self.said = directory / "said"
 
     def train(self, directory: Path, *arguments: str, code: int = 0) -> list[str]:
@@ -191,7 +192,7 @@ def test_two_ranks_go_on_from_the_step_they_were_killed_at(
     if not importlib.util.find_spec(MODULES[framework].partition(".")[0]):
         pytest.skip(f"{framework} is not installed")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
-    more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": PYTHON_PATH}
 
     def train(name: str, *arguments: str) -> list[list[str]]:
         argv = [sys.executable, *launcher, PROGRAMS / f"train_{framework}.py", tmp_path / name, *options, *arguments]
@@ -221,7 +222,7 @@ def test_two_ranks_that_are_told_to_end_save_the_same_last_step(
     if not importlib.util.find_spec(MODULES[framework].partition(".")[0]):
         pytest.skip(f"{framework} is not installed")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
-    more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": PYTHON_PATH}
     program = [*launcher, PROGRAMS / f"train_{framework}.py", tmp_path / "told", *options, "--epochs=20"]
 
     def train(*arguments: str) -> list[list[str]]:

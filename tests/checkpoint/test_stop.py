@@ -15,7 +15,7 @@ import pytest
 
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.flash.stopping import task_that_sigterm_ends
-from tests.checkpoint.processes import end_process
+from tests.checkpoint.processes import PYTHON_PATH, end_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "programs" / "asked_trainer.py"
@@ -140,7 +140,9 @@ class Job:
         return process  # type: ignore[no-any-return]
 
     def writer(self) -> subprocess.Popen[bytes]:
-        process = self.start(sys.executable, "-c", JOB_WRITER, self.memory, stdout=subprocess.PIPE)
+        # It gives way with all of its session, which is a step's.
+        argv = (sys.executable, "-c", JOB_WRITER, self.memory)
+        process = self.start(*argv, stdout=subprocess.PIPE, start_new_session=True)
         assert process.stdout
         assert process.stdout.readline() == b"ready\n"
         return process
@@ -180,7 +182,7 @@ class Job:
 def job(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Job]:
     (tmp_path / "memory").mkdir()
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
-    more = {"SLURM_JOB_ID": "77", "HETSTREAM_CKPT_WRITER": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    more = {"SLURM_JOB_ID": "77", "HETSTREAM_CKPT_WRITER": "1", "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     with ExitStack() as undo:
         job = Job(tmp_path, wait_until, undo, environ | more)
         yield job

@@ -6,6 +6,7 @@ Each line of standard input is JSON: the program's arguments, a file for what it
 The answer is its exit code.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -39,6 +40,8 @@ def start(program: str, argv: list[str], said: str, variables: dict[str, str]) -
 
 program, module = sys.argv[1:]
 importlib.import_module(module)
+gc.collect()
+gc.freeze()  # a child that collects garbage would have all of this as a copy of its own
 for line in sys.stdin:
     argv, said, variables = json.loads(line)
     child = os.fork()

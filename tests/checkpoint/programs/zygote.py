@@ -7,6 +7,7 @@ HETSTREAM_TEST_KILL_AFTER_S; one that is to start when a file is there gets HETS
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -37,6 +38,8 @@ def run(argv: list[str], environ: dict[str, str]) -> None:
 
 def main() -> None:
     """See the module."""
+    gc.collect()
+    gc.freeze()  # a child that collects garbage would have all of this as a copy of its own
     for line in sys.stdin:
         children = []
         for argv, environ in json.loads(line):

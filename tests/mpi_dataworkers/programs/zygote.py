@@ -7,6 +7,7 @@ answers with its exit code.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -55,6 +56,8 @@ def serve() -> None:
     """See the module."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, and they end this
     sys.path.pop(0)  # a command does not find what lies beside this program
+    gc.collect()
+    gc.freeze()  # a child that collects garbage would have all of this as a copy of its own
     for line in sys.stdin:
         what, *more = json.loads(line)
         if what == "reap":

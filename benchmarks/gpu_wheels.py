@@ -20,8 +20,9 @@ MOST_BYTES = 3_000_000
 # What GPU machines run. pip matches a platform to the letter, so those of all wheels of today are named.
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_26", "manylinux_2_27", "manylinux_2_28")
-# Whoever has torch has NumPy, which alone is larger than all the others. rich draws tables for a terminal.
-_LEFT_OUT = ("numpy", "rich")
+# Whoever has torch has NumPy, which alone is larger than all the others. rich draws tables for a terminal, shtab
+# writes its completion.
+_LEFT_OUT = ("numpy", "rich", "shtab")
 
 
 def requirements() -> list[str]:

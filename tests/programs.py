@@ -38,6 +38,7 @@ PACKAGES = {
 # What slow tests alone need, and none of `make test` does.
 PACKAGES_OF_SLOW_TESTS = {
     "/usr/share/lmod/lmod/init/bash": ("lmod",),
+    "fish": ("fish",),
     "rpmbuild": ("rpm",),
 }
 

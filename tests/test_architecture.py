@@ -97,6 +97,8 @@ MAY_IMPORT_WITHIN = {
 }
 # One library, one place. A path ending in "/" is a folder.
 HOMES = {
+    "shtab": ("slurm_plugin/cli/completion.py",),
+    "argparse_manpage": ("slurm_plugin/cli/completion.py",),
     "zmq": ("mpi_dataworkers/transports/zmq.py",),
     "mpi4py": ("mpi_dataworkers/transports/mpi.py",),
     "torch": (

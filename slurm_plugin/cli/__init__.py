@@ -52,8 +52,9 @@ GROUPS = {
     },
 }
 VERBS = {verb: summary for group in GROUPS.values() for verb, summary in group.items()}
-# Not in the list: nobody needs it who uses or runs hetstream.
+# Not in the list: nobody needs it who uses or runs hetstream; nor does one twice.
 INTERNAL = "internal"
+UNLISTED = (INTERNAL, "completion")
 # Words that one may look for, with what does it.
 _ELSEWHERE = {
     "explain": "run --explain",
@@ -76,7 +77,7 @@ def build_parser(only: str | None = None, action: str | None = None) -> argparse
     parser.add_argument("--version", action="version", version=f"hetstream {hetstream.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="debug log lines and tracebacks on stderr")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
-    for verb, summary in {**VERBS, INTERNAL: ""}.items():
+    for verb, summary in {**VERBS, **dict.fromkeys(UNLISTED, "")}.items():
         if only in (None, verb):
             add_command(subparsers, verb, summary, verb, action)
         elif summary:
@@ -95,6 +96,7 @@ class _Parser(argparse.ArgumentParser):
         lines += [
             "",
             "Options of a verb: hetstream VERB --help. -v shows debug lines and tracebacks.",
+            "Completion in your shell: hetstream completion --help",
         ]
         return "\n".join(lines) + "\n"
 
@@ -106,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print(build_parser("").format_help(), end="")
         return 0
-    if verb is not None and verb not in VERBS and verb != INTERNAL:
+    if verb is not None and verb not in VERBS and verb not in UNLISTED:
         return _refuse("hetstream", "verb", verb, VERBS, _ELSEWHERE)
     actions = ACTIONS[verb][1] if verb in ACTIONS else {}
     if action is None or action not in actions:

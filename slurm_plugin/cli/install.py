@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import glob
-import io
 import os
 import re
 import socket
@@ -16,12 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import hetstream
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
 from hetstream.hetjob.site.site_file import site_value
-from hetstream.slurm_plugin.cli.commands import declaration_of
+from hetstream.slurm_plugin.cli.completion import SHELLS, completion, man_pages
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client import pyslurm_backend
 from hetstream.slurm_plugin.client.model import Snapshot
@@ -58,7 +55,6 @@ from hetstream.slurm_plugin.install.installation import (
     site_name,
     uninstall,
 )
-from hetstream.slurm_plugin.install.manual import bash_completion, man_pages, verbs_of
 from hetstream.slurm_plugin.install.units import (
     DAEMON_ENVIRONMENT,
     EXPORTER_ENVIRONMENT,
@@ -79,7 +75,7 @@ it is /etc/hetstream/policy.lua),
 lib/systemd/system/hetstream-exporter.service and hetstreamd.service with etc/hetstream/exporter.env and daemon.env,
 share/hetstream/prolog (scripts for nodes whose GPUs are shared), hetstream-gpu.service, hetstream-gpu-report.service
 and hetstream-packer.service with etc/hetstream/packing.env,
-share/man/man1, share/bash-completion. No service is started.
+share/bash-completion, share/zsh, share/fish, and with the extra hetstream[man] share/man/man1. No service is started.
 With --slurm-dir, cli_filter.lua and job_submit.lua there load the modules. A site's own file of that name is moved to
 NAME.site.lua, which the new one loads first; uninstall moves it back.
 
@@ -96,7 +92,7 @@ _SLURM_CONF = {"cli_filter.lua": "CliFilterPlugins=lua", "job_submit.lua": "JobS
 
 def add_install_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser.description = "Place the Lua plugins, the site's policy, systemd units, man pages and bash completion."
+    parser.description = "Place the Lua plugins, the site's policy, systemd units, man pages and completion."
     parser.epilog = INSTALL_EPILOG
     add_place_arguments(parser)
     place = parser.add_mutually_exclusive_group()
@@ -128,7 +124,9 @@ def run_install(args: argparse.Namespace) -> int:
         return 0
     files, hooks = planned(prefix, args.slurm_dir.absolute() if args.slurm_dir else None, program)
     actions = install(prefix, files, hooks, dry_run=args.dry_run)
-    notes = [*_notes(prefix, args.slurm_dir, actions), *closed_notes([Path(own_program()[0]), Path(sys.base_prefix)])]
+    has_pages = any(path.suffix == ".1" for path in files)
+    notes = [] if has_pages else ["no man pages were made: pip install 'hetstream[man]', and install again"]
+    notes += [*_notes(prefix, args.slurm_dir, actions), *closed_notes([Path(own_program()[0]), Path(sys.base_prefix)])]
     report("install", actions, notes, args)
     return 0
 
@@ -171,16 +169,11 @@ def planned(
 
 
 def documents(prefix: Path) -> dict[Path, str]:
-    """Man pages and completion of every verb."""
-    from hetstream.slurm_plugin.cli import VERBS, build_parser
-
-    parser = build_parser()
-    help_texts = {verb: _own_help(verb) for verb, sub in verbs_of(parser).items() if not sub.add_help}
-    pages = man_pages(parser, VERBS, help_texts, hetstream.__version__)
-    return {
-        **{prefix / "share/man/man1" / name: text for name, text in pages.items()},
-        prefix / "share/bash-completion/completions/hetstream": bash_completion(parser, help_texts),
-    }
+    """Completion for each shell, and man pages of every verb where what makes them is installed."""
+    files = {prefix / path: completion(shell) + "\n" for shell, path in SHELLS.items()}
+    with suppress(ModuleNotFoundError):
+        files |= {prefix / "share/man/man1" / name: text for name, text in man_pages().items()}
+    return files
 
 
 def report(verb: str, actions: list[Action], notes: list[str], args: argparse.Namespace) -> None:
@@ -236,16 +229,6 @@ def closed_notes(paths: Iterable[Path]) -> list[str]:
         "not start. Install hetstream with a Python that everybody can run, for instance below /opt"
         for parent, path in closed.items()
     ]
-
-
-def _own_help(verb: str) -> str:
-    """What a verb that reads its own words says to --help."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        parser = argparse.ArgumentParser()
-        declaration_of(verb)(parser)
-        parser.get_default("run")(argparse.Namespace(words=["--help"]))
-    return out.getvalue()
 
 
 # `hetstream site uninstall`: take away what `hetstream site install` placed, and put back what it moved.

@@ -16,6 +16,7 @@ from hetstream.base.errors import ConfigError
 from hetstream.hetjob.job.job import JOBS_DIR, JOURNAL_DIR, setting
 from hetstream.hetjob.site.client import read_settings
 from hetstream.slurm_plugin.cli import VERBS, main
+from hetstream.slurm_plugin.cli.completion import SHELLS, completion
 from hetstream.slurm_plugin.cli.install import closed_notes
 from hetstream.slurm_plugin.install.installation import RECORD, read_record
 from tests.programs import needs
@@ -272,23 +273,20 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     machine.install()
     pages = machine.prefix / "share/man/man1"
     assert {path.name for path in pages.iterdir()} == {"hetstream.1", *(f"hetstream-{verb}.1" for verb in VERBS)}
-    assert r"\-\-data\-workers=MIN[\-MAX]" in (pages / "hetstream-sbatch.1").read_text()
-    completion = machine.prefix / "share/bash-completion/completions/hetstream"
+    assert r"\-\-data\-workers\fR \fI\,MIN[\-MAX]" in (pages / "hetstream-sbatch.1").read_text()
+    assert r"hetstream\-why \- say what a pending job waits for" in (pages / "hetstream-why.1").read_text()
+    for shell, path in SHELLS.items():
+        assert (machine.prefix / path).read_text() == completion(shell) + "\n"
 
-    def complete(*words: str) -> set[str]:
-        script = f'source {completion}; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _hetstream; echo "${{COMPREPLY[@]}}"'
-        argv = ["bash", "-c", script, "bash", "hetstream", *words]
-        return set(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split())
 
-    assert complete("con") == {"convert"}
-    assert complete("frag", "--js") == {"--json"}
-    # The text of `why` speaks of sbatch's --exclusive and --oversubscribe, that of `run` of a program's --epochs.
-    assert complete("why", "--") == {"--help", "--fresh", "--json", "--csv", "--wide"}
-    assert "--epochs" not in complete("run", "--")
-    assert complete("sbatch", "--data-worker-pa") == {"--data-worker-partition"}
-    assert {"jobs", "run", "suspend"} <= complete("gpu", "")
-    assert {"--quotas", "--shared-lock"} <= complete("gpu", "pack", "--")
-    assert complete("int") == set()
+def test_without_what_makes_man_pages_the_others_are_placed_and_a_note_says_so(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "argparse_manpage.manpage", None)
+    machine.install()
+    assert not (machine.prefix / "share/man").exists()
+    assert (machine.prefix / SHELLS["zsh"]).exists()
+    assert "no man pages were made: pip install 'hetstream[man]', and install again" in capsys.readouterr().err
 
 
 @pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")

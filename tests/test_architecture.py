@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,12 +179,22 @@ FOLDERS = [ROOT / room for room in ROOMS[:-1]]
 FILES = sorted(path for folder in [*FOLDERS, ROOT / "hetstream" / "base"] for path in folder.rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every absolute module name that the file imports, at any depth: a lazy import is an import too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write the absolute name"
             yield from (f"hetstream.{alias.name}" for alias in node.names if node.module == "hetstream")
             yield node.module or ""
@@ -253,7 +264,7 @@ def test_no_file_and_no_function_is_too_long_to_be_read() -> None:
     for path in {*FILES, *more}:
         name, text = str(path.relative_to(ROOT)), path.read_text()
         found[name] = len(text.splitlines()), MOST_LINES_OF_A_FILE
-        for title, function in functions_in(ast.parse(text)):
+        for title, function in functions_in(tree_of(path)):
             lines = (function.end_lineno or 0) - function.lineno + 1
             parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
             count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
@@ -304,10 +315,10 @@ def module_of(path: Path) -> str:
 
 def names_from(path: Path) -> Iterator[str]:
     """Modules that the file may import, at any depth: of `from a import b` both a and a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

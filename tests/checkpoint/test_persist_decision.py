@@ -44,10 +44,16 @@ def test_turns(held, written, announced, committed, last_chance, expected) -> No
     assert turn.generation == (None if expected is None else Generation(1, expected)), turn.reason
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_ranks_settle(seed: int) -> None:
+def test_ranks_settle() -> None:
     """Trainers up to two steps apart, three slots each, writers of any speed: nearly every set is completed."""
-    rng = random.Random(seed)
+    commits = {seed: committed_of(random.Random(seed)) for seed in range(200)}
+    # Even where trainers save much faster than checkpoint writers write, most parts are not written in vain.
+    assert [seed for seed, (committed, most) in commits.items() if len(committed) < 0.5 * most - 1] == []
+    assert [seed for seed, (committed, _) in commits.items() if committed != sorted(committed)] == []
+
+
+def committed_of(rng: random.Random) -> tuple[list[Generation], int]:
+    """What the ranks of one random run commit, in turn, and how much the one that wrote most has written."""
     num_ranks = rng.randrange(1, 5)
     steps = [0] * num_ranks
     writing: list[Generation | None] = [None] * num_ranks
@@ -79,6 +85,4 @@ def test_ranks_settle(seed: int) -> None:
                 if turn.generation:
                     announced.add(turn.generation)
                     writing[rank] = turn.generation
-    # Even where trainers save much faster than checkpoint writers write, most parts are not written in vain.
-    assert len(committed) >= 0.5 * max(map(len, written)) - 1
-    assert committed == sorted(committed)
+    return committed, max(map(len, written))

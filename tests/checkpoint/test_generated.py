@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.programs import generated
 
 ROOT = Path(__file__).parents[2]
-NUM_QUICK = 20
+NUM_QUICK = 12
 
 
 def run(seeds: range, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def ask(
             "HETSTREAM_GPU_COORDINATOR_UID names: it is not asked"
         ) from error
     except OSError as error:
-        raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
+        raise _silent(path, error) from error
     try:
         connection.settimeout(_ANSWER_S)
         reach("agent.connected")
@@ -248,8 +248,15 @@ def ask(
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(error, OSError):
-            raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
+            raise _silent(path, error) from error
         raise
+
+
+def _silent(path: str, error: OSError) -> GpuCoordinatorError:
+    return GpuCoordinatorError(
+        f"no coordinator of GPUs answers at {path}: {error.strerror or error}. Check on that node: systemctl status "
+        "hetstream-gpu"
+    )
 
 
 def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> CoordinatorAnswer:

@@ -28,7 +28,7 @@ from hetstream.slurm_plugin.cli.output import (
 )
 from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
 from hetstream.slurm_plugin.client.accounting import has_accounting
-from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, memory_asked_mb, whole_if_near
+from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, memory_asked_mb, num_of_jobs, whole_if_near
 from hetstream.slurm_plugin.client.model import (
     PENDING_STATES,
     REVOKED,
@@ -409,10 +409,10 @@ def jobs_report(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
     cpus = sum(row["cpus"] for row in rows if row["state"] not in PENDING_STATES)
     in_use = whole_if_near(sum(part.cpus for part in held)) if knows_held_cpus(snapshot) else None
     summary = {
-        "num_running": sum(job.is_at_work for job in jobs),
-        "num_suspended": sum(job.state == "SUSPENDED" for job in jobs),
-        "num_completing": sum(job.is_running and not job.holds_resources for job in jobs),
-        "num_pending": sum(job.num_records for job in jobs if job.is_pending),
+        "num_running": num_of_jobs(job for job in jobs if job.is_at_work),
+        "num_suspended": num_of_jobs(job for job in jobs if job.state == "SUSPENDED"),
+        "num_completing": num_of_jobs(job for job in jobs if job.is_running and not job.holds_resources),
+        "num_pending": num_of_jobs(job for job in jobs if job.is_pending),
         "num_revoked": sum(job.state == REVOKED for job in jobs),
         "cpus_allocated": cpus,
         "cpus_held": in_use,

@@ -99,14 +99,16 @@ def _draw_again(args: argparse.Namespace, look: Callable[[], Seen], render: Rend
     from rich.text import Text
 
     lines: Sequence[str] = ()
+    seen = look()  # what cannot be seen is said where the command was typed
     try:
         with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
             while True:
-                lines = render(look(), wants_color(), width_of(args))
+                lines = render(seen, wants_color(), width_of(args))
                 height = shutil.get_terminal_size().lines
                 shown = lines if len(lines) <= height else [*lines[: height - 1], f"... {len(lines) - height + 1} more"]
                 drawn = Text.from_ansi("\n".join(shown), no_wrap=True, overflow="crop")
                 live.update(drawn, refresh=True)
                 sleep_in_parts(args.interval)
+                seen = look()
     finally:
         print("\n".join(lines), flush=True)

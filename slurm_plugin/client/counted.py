@@ -95,3 +95,14 @@ def held_by(job: Job) -> HeldResources:
 def whole_if_near(number: float) -> float:
     """A number of GPUs or CPUs to be shown: parts that make up whole ones are whole."""
     return round(number) if abs(number - round(number)) < 1e-6 else round(number, 4)
+
+
+def num_of_jobs(jobs: Iterable[Job]) -> int:
+    """How many jobs these records are: tasks of an array count one by one, components of a heterogeneous job do not."""
+    alone, together = 0, set()
+    for job in jobs:
+        if job.het is None:
+            alone += job.num_records
+        else:
+            together.add(job.het.het_job_id)
+    return alone + len(together)

@@ -135,7 +135,7 @@ def _with(node: Node, shape: Shape) -> Node:
 
 
 def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
-    """The records that a job id names: `29`, `31` with all components, `31+1`, `33` with all tasks, `33_4`.
+    """The records that a job id names: `29`, `31` with all components in order, `31+1`, `33` with all tasks, `33_4`.
 
     Raises:
         ValueError: it has another form.
@@ -151,8 +151,10 @@ def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
         found = [job for job in of_array if has_task(job.array_tasks, int(task))]
         # Where indices are cut, it may be one of those that are not shown.
         return found or [job for job in of_array if CUT in job.array_tasks]
-    return [
+    found = [
         job
         for job in jobs
         if number in (job.job_id, job.array_job_id) or (job.het is not None and job.het.het_job_id == number)
     ]
+    # Slurm lists what was submitted last first.
+    return sorted(found, key=lambda job: job.het.offset if job.het else 0)

@@ -19,7 +19,7 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.base.errors import HetstreamError
 from hetstream.base.process import sleep_in_parts
-from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, whole_if_near
+from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, num_of_jobs, whole_if_near
 from hetstream.slurm_plugin.client.model import Cluster, Job, Snapshot
 from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, DatabaseFile, create_private
 from hetstream.slurm_plugin.errors import NodesHidden
@@ -197,7 +197,7 @@ def _sample(
         stranded_gpus=total("stranded_gpus"),
         indicator=found.mean_abs_indicator,
         classes=tuple(classes),
-        num_running=sum(job.is_at_work for job in running),
+        num_running=num_of_jobs(job for job in running if job.is_at_work),
         gpus_measured=whole_if_near(sum(measured.values())),
         gpus_starved=sum(gpus * wait_shares[label] for label, gpus in measured.items()),
         waiting=waiting,

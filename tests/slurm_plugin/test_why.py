@@ -16,6 +16,7 @@ import pytest
 
 from hetstream.slurm_plugin.cli import cluster
 from hetstream.slurm_plugin.cli.why import report_of
+from hetstream.slurm_plugin.client.counted import num_of_jobs
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import with_open_partitions
 from hetstream.slurm_plugin.client.read import with_times_to_come, with_turns
@@ -478,11 +479,19 @@ def test_job_ids() -> None:
         pending(job_id=40, array_job_id=33, array_tasks="3-9:2%3"),
         pending(job_id=41, array_job_id=33, array_tasks="1", state="RUNNING"),
     ]
+    assert [job.label for job in find_jobs(jobs[::-1], "31")] == ["31+0", "31+1"], "Slurm lists the last one first"
+    assert [job.label for job in find_jobs(jobs[::-1], "31")] == ["31+0", "31+1"], "Slurm lists the last one first"
     named = {name: [job.job_id for job in find_jobs(jobs, name)] for name in ("7", "31", "31+1", "33", "33_5", "33_4")}
     assert named == {"7": [7], "31": [31, 32], "31+1": [32], "33": [40, 41], "33_5": [40], "33_4": []}
     for wrong in ("", "x", "7+", "7_1-2", "7 8"):
         with pytest.raises(ValueError, match="job id"):
             find_jobs(jobs, wrong)
+
+
+def test_a_heterogeneous_job_is_one_job_and_an_array_as_many_as_its_tasks() -> None:
+    het = [pending(job_id=31 + offset, het=HetComponent(31, offset)) for offset in (0, 1)]
+    assert num_of_jobs(het) == 1
+    assert num_of_jobs([*het, pending(job_id=40, array_job_id=40, array_tasks="0-4"), pending()]) == 7
 
 
 def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:

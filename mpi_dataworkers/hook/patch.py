@@ -13,6 +13,13 @@ from typing import Any
 from hetstream.base.process import other_job, when_imported
 from hetstream.mpi_dataworkers.process.programs import MARK
 
+# Modules with loaders that have worker processes of their own, and what of `augmenters` changes them.
+_AUGMENTERS = {
+    "batchgenerators.dataloading.nondet_multi_threaded_augmenter": "patch_nondeterministic",
+    "batchgenerators.dataloading.multi_threaded_augmenter": "patch_deterministic",
+    "nnunetv2.training.nnUNetTrainer.nnUNetTrainer": "patch_trainer",
+}
+
 
 def install() -> None:
     """Have the loaders patched when they are imported, or now if they were; calling it twice changes nothing.
@@ -24,6 +31,8 @@ def install() -> None:
         return
     when_imported("torch.utils.data.dataloader", _patch)
     when_imported("hetstream.mpi_dataworkers.loader.data_loader", _patch_ours)
+    for name, function in _AUGMENTERS.items():
+        when_imported(name, functools.partial(_patch_augmenters, function))
 
 
 def _stay_local(module: ModuleType) -> None:
@@ -87,6 +96,14 @@ def _patch_ours(module: ModuleType) -> None:
 
     loader_kind.__iter__ = __iter__
     setattr(loader_kind, MARK, True)
+
+
+def _patch_augmenters(function: str, module: ModuleType) -> None:
+    if MARK not in vars(module):
+        from hetstream.mpi_dataworkers.loader import augmenters
+
+        getattr(augmenters, function)(module)
+        setattr(module, MARK, True)
 
 
 def _follow(connection: Any, num_workers: int) -> None:

@@ -20,7 +20,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -362,7 +362,21 @@ def _is_made(name: str, module: Any) -> bool:
     """Whether no file and no package has a module."""
     if type(module) is not ModuleType or "." in name or name in _SCRIPTS or name.startswith(_OF_COMPILED):
         return False
-    return module.__spec__ is None and module.__loader__ is None and "__file__" not in vars(module)
+    is_known = module.__spec__ is not None or module.__loader__ is not None or "__file__" in vars(module)
+    return not is_known and not _is_of_compiled(module)
+
+
+def _is_of_compiled(module: ModuleType) -> bool:
+    """Whether compiled code has made a module, as SWIG's does when it is imported: nothing of Python is in it."""
+    held = [value for name, value in vars(module).items() if not name.startswith("__")]
+    kinds = [value for value in held if isinstance(value, type)]
+    others = [value for value in held if not isinstance(value, type)]
+    return (
+        bool(held)
+        and all(isinstance(each, BuiltinFunctionType) or type(each).__name__ == "PyCapsule" for each in others)
+        and not any(isinstance(member, FunctionType) for kind in kinds for member in vars(kind).values())
+        and not any("__dict__" in vars(kind) or "__weakref__" in vars(kind) for kind in kinds)  # those of `class`
+    )
 
 
 @functools.cache

@@ -370,6 +370,16 @@ def compression_from_environment(environ: Mapping[str, str] = os.environ) -> boo
     return value == "zstd"
 
 
+def seed_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:
+    """From which the batches of a program follow that gives none itself; None where it is not set."""
+    value = environ.get("HETSTREAM_SEED")
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) >= 1 << 63:
+        raise ConfigError(f"environment variable HETSTREAM_SEED={value!r}: must be a whole number from 0 to 2**63 - 1")
+    return int(value)
+
+
 def rank_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
     """The variables that say which of its job's processes this is; None for one that is not set."""
     return {name: environ.get(name) for name in _OF_RANK}

@@ -71,7 +71,7 @@ class LocalConfig:
         if not 0 <= self.data_workers <= MOST_DATA_WORKERS:
             problems.append(f"--data-workers={self.data_workers}: 0 to {MOST_DATA_WORKERS}")
         if self.worker_processes < 1:
-            problems.append(f"--worker-processes={self.worker_processes}: at least 1")
+            problems.append(f"worker_processes={self.worker_processes}: at least 1")
         if self.worker_threads < 1:
             problems.append(f"--worker-threads={self.worker_threads}: at least 1")
         if not self.command:

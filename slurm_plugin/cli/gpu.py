@@ -123,9 +123,6 @@ def add_gpu_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="as the coordinator calls it; several with commas, for one process each",
     )
     parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
-    parser.add_argument(
-        "--host-bytes", type=int, metavar="N", help="memory of the host that may stand in for the GPU's (default 1 GiB)"
-    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     parser.set_defaults(run=run_gpu_run)
 
@@ -143,8 +140,6 @@ def run_gpu_run(args: argparse.Namespace) -> int:
         "HETSTREAM_GPU_SOCKET": os.path.abspath(args.socket),
         "HETSTREAM_GPU_JOB": _program(os.environ),
     }
-    if args.host_bytes is not None:
-        settings["HETSTREAM_GPU_HOST_BYTES"] = str(args.host_bytes)
     try:
         os.execvpe(command[0], command, {**os.environ, **with_job(environment(settings), os.environ)})
     except OSError as error:

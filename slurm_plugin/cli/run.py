@@ -46,10 +46,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "and then as many as are needed, which a controller finds out while the program runs)",
     )
     parser.add_argument(
-        "--worker-processes", type=int, default=1, metavar="N", help="processes of each data worker (default 1)"
-    )
-    parser.add_argument(
-        "--worker-threads", type=int, default=1, metavar="N", help="threads of each process (default 1)"
+        "--worker-threads", type=int, default=1, metavar="N", help="threads of each data worker (default 1)"
     )
     parser.add_argument(
         "--offload",
@@ -94,13 +91,12 @@ def run(args: argparse.Namespace) -> int:
 
         return run_explained(args)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    most = max(1, len(os.sched_getaffinity(0)) // max(1, args.worker_processes))
+    most = len(os.sched_getaffinity(0))
     config = LocalConfig(
         program=own_program(),
         command=tuple(command),
         data_workers=args.data_workers or 0,
         most_data_workers=most if args.data_workers is None else 0,
-        worker_processes=args.worker_processes,
         worker_threads=args.worker_threads,
         show_logs=args.verbose,
     )

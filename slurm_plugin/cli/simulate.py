@@ -26,7 +26,6 @@ from hetstream.slurm_plugin.render.tables import Column, Report, Row, Section
 from hetstream.slurm_plugin.simulate.metrics import BASELINES, PACKED, RULES, Compared, as_plain, compare
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions, ReplayError, replay
 from hetstream.slurm_plugin.simulate.scenario import (
-    MOST_SIGMA,
     CapOptions,
     Discipline,
     FailureOptions,
@@ -66,9 +65,8 @@ _ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
 _FORMS = ("auto", *READERS)
 # Options that take any number from 0 on, and the most that each may be.
 _AMOUNTS = {
-    **dict.fromkeys(("aging", "bf_interval", "submit_latency", "free_latency", "limit_factor"), MOST),
+    **dict.fromkeys(("bf_interval", "submit_latency", "free_latency"), MOST),
     **dict.fromkeys(("round", "start_cost", "take_back_cost", "network_share"), MOST),
-    "estimate_sigma": MOST_SIGMA,
     **dict.fromkeys(("repair", "checkpoint"), MOST / _HOUR_S),
 }
 # How many times the fragmentation of nodes is looked at between the first submission and the last.
@@ -136,10 +134,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_queue(group: argparse._ArgumentGroup) -> None:
     usual = QueueOptions()
-    group.add_argument("--shortest-first", action="store_true", help="jobs of less CPU work start first")
-    group.add_argument(
-        "--aging", type=float, default=usual.aging, help="seconds of work for a second of waiting (%(default)g)"
-    )
     group.add_argument(
         "--bf-interval", type=float, default=usual.interval_s, metavar="S", help="bf_interval (%(default)g s)"
     )
@@ -157,9 +151,6 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="from the end of a job until others can have what it held (%(default)g s)",
     )
-    group.add_argument(
-        "--limit-factor", type=float, default=1.0, help="time limits are so many times the run times (1)"
-    )
 
 
 def _add_workers(group: argparse._ArgumentGroup) -> None:
@@ -176,11 +167,7 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="of one that must leave (%(default)g s)",
     )
-    group.add_argument("--fallback", action="store_true", help="jobs work without data workers where that is faster")
     group.add_argument("--network-share", type=float, default=1.0, help="of each node's link for batches (1)")
-    group.add_argument(
-        "--estimate-sigma", type=float, default=0.0, help="error of the remaining times that policies know (0)"
-    )
 
 
 def _add_rest(group: argparse._ArgumentGroup) -> None:
@@ -388,12 +375,10 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
         request=Request.TUNED,
         discipline=Discipline.FIFO,
         queue=QueueOptions(
-            args.shortest_first, args.aging, args.bf_interval, limit_factor=args.limit_factor,
-            submit_s=args.submit_latency, free_s=args.free_latency,
+            interval_s=args.bf_interval, submit_s=args.submit_latency, free_s=args.free_latency
         ),
         workers=WorkerOptions(
-            args.data_worker_cpus, args.round, args.start_cost, args.take_back_cost, args.fallback, args.network_share,
-            args.estimate_sigma,
+            args.data_worker_cpus, args.round, args.start_cost, args.take_back_cost, network_share=args.network_share
         ),
         failures=FailureOptions(mtbf_s, args.repair * _HOUR_S, args.checkpoint * _HOUR_S),
         seed=args.seed,

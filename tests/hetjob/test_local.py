@@ -69,7 +69,7 @@ def test_without_data_workers_there_is_no_service() -> None:
 def test_unusable_programs_and_counts() -> None:
     with pytest.raises(ProgramNotFound, match="'no-such-program' is not a program on PATH"):
         run_local(LocalConfig(STAND_IN, ("no-such-program",), 1), os.environ, hook)
-    with pytest.raises(UsageError, match=r"--data-workers=-1: 0 to 1024; --worker-processes=0.*; no program"):
+    with pytest.raises(UsageError, match=r"--data-workers=-1: 0 to 1024; worker_processes=0.*; no program"):
         LocalConfig(STAND_IN, (), -1, 0)
 
 

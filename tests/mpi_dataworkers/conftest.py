@@ -208,6 +208,14 @@ def three(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         running.stop()
 
 
+@pytest.fixture(scope="module")
+def staged(three: Service) -> Service:
+    """Three data workers without a GPU, and two with."""
+    for _ in range(2):
+        three.start_workers(1, "--device", "gpu")
+    return three
+
+
 def run_program(source: str, directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a training program as a user would, with the sample datasets importable beside it."""
     script = directory / "train.py"

@@ -19,22 +19,10 @@ import pytest
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.ops.fork_safety import Holdings
 from hetstream.mpi_dataworkers.worker.process import LoadAnswer, WorkPage
+from tests.processes import children_of, pss_of_all
 
 # Of words, so many that their pickle is above the threshold.
 LENGTH = 3000
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def pss_of_all(pid: int) -> int:
-    """Memory of a process and its children, what they share counted once."""
-    total = 0
-    for one in (pid, *children_of(pid)):
-        lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-        total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return total
 
 
 def pickled_bytes(pid: int) -> int:

@@ -24,14 +24,6 @@ LENGTH = 40
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5}
 
 
-@pytest.fixture(scope="module")
-def staged(three: Any) -> Iterator[Any]:
-    """Three data workers without a GPU, and two with."""
-    for _ in range(2):
-        three.start_workers(1, "--device", "gpu")
-    return three
-
-
 def loader_of(loaders: Any, staged: Any, stage: Any, **options: Any) -> Any:
     return loaders(datasets.Augmented(LENGTH), gpu_stage=stage, shuffle=False, **{"service": staged.name} | options)
 

@@ -19,14 +19,11 @@ from hetstream.mpi_dataworkers.ops import process_memory
 from hetstream.mpi_dataworkers.worker import fork_server
 from hetstream.mpi_dataworkers.worker.fork_server import Exchange, ForkServers
 from hetstream.mpi_dataworkers.worker.process import LoadAnswer
+from tests.processes import children_of
 
 # Of words, so many that their pickle is above the threshold from which processes are forked with them.
 LARGE = 3000
 SMALL = 200
-
-
-def children_of(pid: int) -> set[int]:
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 def loader_of(service: Any, dataset: Any, **options: Any) -> DataLoader[Any]:

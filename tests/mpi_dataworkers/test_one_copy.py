@@ -23,20 +23,7 @@ from hetstream.mpi_dataworkers.wire import pipeline_transfer as handover
 from hetstream.mpi_dataworkers.wire.messages import Contents, Program, ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, pack, read_into, remove_unused
 from hetstream.mpi_dataworkers.worker.fork_server import Exchange
-
-
-def pss_bytes(pid: int) -> int:
-    """Memory of a process, what it shares divided by those who share it, from /proc/PID/smaps_rollup (proc(5))."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def pss_of_all(pid: int) -> int:
-    return sum(pss_bytes(one) for one in (pid, *children_of(pid)))
+from tests.processes import pss_of_all
 
 
 @pytest.mark.usefixtures("commands")

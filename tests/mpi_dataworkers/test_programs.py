@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import children_of
+
 READ = """
 import sys
 import dataset
@@ -97,10 +99,6 @@ def start() -> Iterator[Callable[..., Program]]:
     for one in started:
         one.process.kill()
         one.process.communicate()
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_programs_one_after_the_other_get_their_own_records_and_code(service: Any, start: Any, tmp_path: Path) -> None:

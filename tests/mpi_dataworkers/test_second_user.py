@@ -27,6 +27,7 @@ from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.codec import encode
 from hetstream.mpi_dataworkers.wire.messages import Hello, Proof
 from tests.base.users import STRANGER, VICTIM, needs_root
+from tests.processes import children_of
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).with_name("programs")
@@ -274,7 +275,3 @@ def test_another_user_of_the_host_gets_nothing_and_the_job_goes_on(
         assert intruder.returncode == 0, intruder.stderr
         assert json.loads(intruder.stdout) == [], intruder.stderr
         assert trainer.rest() == list(range(8, 80))
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

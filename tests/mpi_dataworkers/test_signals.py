@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import children_of
+
 PROGRAMS = Path(__file__).with_name("programs")
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 LIMIT_S = 2.0
@@ -127,12 +129,6 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
-
-
-def children_of(pid: int) -> list[int]:
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
 
 
 def socket_inodes(pid: int) -> set[str]:

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,6 @@ from tests.mpi_dataworkers.batches import as_bytes
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5, "shuffle": True, "max_attempts": 10}
 LENGTH = 120
 BOTH = {"batch_stage": stages.Noise(), "gpu_stage": stages.Noise(2.0)}
-
-
-@pytest.fixture(scope="module")
-def staged(three: Any) -> Iterator[Any]:
-    """Three data workers without a GPU, and two with."""
-    for _ in range(2):
-        three.start_workers(1, "--device", "gpu")
-    return three
 
 
 @pytest.mark.shows("two stages of data workers make what one process makes; each has its controller")

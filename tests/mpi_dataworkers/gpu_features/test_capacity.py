@@ -30,17 +30,11 @@ from hetstream.mpi_dataworkers.gpu_features.capacity import (
 from hetstream.mpi_dataworkers.gpu_features.schedule import Problem
 from tests.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 EMBEDDING = FakeLayer("embedding.forward", 9e-4, memory=0.85, arithmetic=0.05)
 MLP = FakeLayer("mlp.forward", 2e-3, memory=0.2, arithmetic=0.9)
 IDLE = FakeLayer("exchange", 1e-3, memory=0.0, arithmetic=0.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreted() -> Iterator[None]:
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'hetstream[triton]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield
 
 
 @pytest.mark.shows("probes measure what layers leave of a GPU's two resources")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,17 +24,11 @@ from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan
 from hetstream.mpi_dataworkers.gpu_features.streams import Stream
 from tests.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 SIZE = PlanSize("small", (1000, 50), 2, 2, 12, list_length=(0, 3))
 GRAPH = make_plan(SIZE)
 PLAN = LaunchPlan((Launch("0.forward", (2, 0), 2), Launch("0.backward", (1, 3), 1)), 0.0, "by hand")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreted() -> Iterator[None]:
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'hetstream[triton]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield
 
 
 def of_one_size(count: int) -> list[dict[str, Any]]:

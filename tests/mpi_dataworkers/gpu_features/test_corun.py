@@ -6,7 +6,6 @@ import contextlib
 import logging
 import pickle
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,19 +44,13 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream
 from tests.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 SIZE = PlanSize("small", (1000, 50), 2, 2, 12, list_length=(0, 3))
 GRAPH = make_plan(SIZE)
 ROWS = 6
 BATCHES = [batch_of(SIZE, ROWS, seed) for seed in range(5)]
 PLAN = LaunchPlan((Launch("table.backward", (2, 0), 2), Launch("dense.forward", (1, 3), 1)), 0.0, "by hand")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreted() -> Iterator[None]:
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'hetstream[triton]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield
 
 
 class Model(torch.nn.Module):

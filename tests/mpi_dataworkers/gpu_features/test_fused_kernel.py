@@ -11,7 +11,6 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,9 @@ from hetstream.mpi_dataworkers.gpu_features.arena import Packer, program_of
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
 from tests.mpi_dataworkers import features_reference as reference
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 NAN, INF, LARGE = math.nan, math.inf, 2**63 - 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreted() -> Iterator[None]:
-    """Triton decides when a kernel is made who runs it."""
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'hetstream[triton]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield
 
 
 def fused(graph: FeatureGraph, **options: Any) -> FusedTransform:

@@ -14,6 +14,7 @@ import pytest
 from hetstream.hetjob.gpu.emulated_file import EmulatedGpuFile
 from hetstream.slurm_plugin.coordinator.table import ProcessRow, look
 from tests.conftest import WaitUntil
+from tests.processes import children_of
 from tests.slurm_plugin.coordinator.conftest import TRAIN, TRAIN_RANKS, Node, Program, ranks_alone
 from tests.slurm_plugin.coordinator.test_processes import alone
 
@@ -196,10 +197,6 @@ def test_a_rank_that_says_another_number_of_ranks_than_the_others_is_refused(nod
     assert "rank 0 of them says 2. Start all of them by one torchrun or srun" in line
     assert (code, ready.read_text()) == ("ended 1", "")
     node.goes_on(both, 3)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_there(pid: int) -> bool:

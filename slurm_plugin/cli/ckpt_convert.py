@@ -6,14 +6,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetstream.base.errors import OptionsError
 from hetstream.base.installed import install_command
 from hetstream.base.text import printable, size_words
-from hetstream.checkpoint.convert.dcp import KINDS, Source, check_target, detect
 from hetstream.checkpoint.disk.isolated_read import read_apart
 from hetstream.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hetstream.checkpoint.convert.dcp import Source
+
+# Those of `convert/dcp.py`, which needs torch; a parser does not.
+KINDS = ("flash", "dcp", "torch", "safetensors")
 
 EPILOG = """\
 SRC is recognised by what is in it: a directory of checkpoints, or one checkpoint in it; a directory of
@@ -51,6 +56,8 @@ def add_ckpt_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, or say what would be."""
+    from hetstream.checkpoint.convert.dcp import check_target, detect
+
     source = detect(args.source)
     _check_options(args, source)
     check_target(args.target, args.to)

@@ -6,15 +6,17 @@ import argparse
 import io
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from hetstream.checkpoint.convert import dcp
 from hetstream.hetjob.convert.spec import OPTIONS
-from hetstream.slurm_plugin.cli import VERBS, build_parser, main
-from hetstream.slurm_plugin.cli.completion import HANDED_ON, SHELLS
+from hetstream.slurm_plugin.cli import VERBS, build_parser, ckpt_convert, main
+from hetstream.slurm_plugin.cli.completion import HANDED_ON, SHELLS, completion
 from hetstream.slurm_plugin.cli.migrate import _OWN as OF_MIGRATE
 from tests.programs import needs
 
@@ -87,6 +89,15 @@ def test_every_command_is_offered_the_options_that_it_takes_and_no_other(complet
 
 def test_what_verbs_take_beside_a_job_s_options_is_what_they_read() -> None:
     assert {*HANDED_ON["migrate"], "help"} == set(OF_MIGRATE)
+
+
+def test_without_torch_there_is_the_same_completion() -> None:
+    code = "import sys; sys.modules['torch'] = None; from hetstream.slurm_plugin.cli import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "completion", "bash"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == completion("bash") + "\n"
+    assert ckpt_convert.KINDS == dcp.KINDS
 
 
 @needs("bash")

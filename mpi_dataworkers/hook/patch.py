@@ -17,6 +17,7 @@ from hetstream.mpi_dataworkers.process.programs import MARK
 _AUGMENTERS = {
     "batchgenerators.dataloading.nondet_multi_threaded_augmenter": "patch_nondeterministic",
     "batchgenerators.dataloading.multi_threaded_augmenter": "patch_deterministic",
+    "batchgenerators.dataloading.single_threaded_augmenter": "patch_single",
     "nnunetv2.training.nnUNetTrainer.nnUNetTrainer": "patch_trainer",
 }
 

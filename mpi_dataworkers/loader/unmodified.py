@@ -255,6 +255,12 @@ def connection_of(loader: Any) -> LoaderConnection | None:
     return kept.connection if kept is not None and not is_stream else None
 
 
+def is_streamed(loader: Any) -> bool:
+    """Whether data workers make batches of a loader that has begun to iterate."""
+    kept = _kept_by(loader)
+    return kept is not None and kept.connection is not None
+
+
 def notice(iterator: object, loader: Any) -> None:
     """Say once that a loader stays local because its class does not ask DataLoader for an iterator."""
     if isinstance(iterator, StreamedLoaderIter) or isinstance(loader, PlainLoader) or _kept_by(loader) is not None:

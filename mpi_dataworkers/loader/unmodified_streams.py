@@ -334,6 +334,14 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         self._end_streaming()
         self._kept.leave(reason)
 
+    def close(self) -> None:
+        """End its worker processes now, also where a traceback still holds it."""
+        self._end_streaming()
+        plain, self._plain = self._plain, None
+        if plain is not None:
+            plain._shutdown_workers()
+        self._spare.end_waiting()
+
     def _end_streaming(self) -> None:
         streamed, self._streamed = self._streamed, None
         self._copies.clear()

@@ -44,7 +44,7 @@ def _stay_local(module: ModuleType) -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    """Stand in where DataLoader makes an iterator, and look on where one is made without it.
+    """Stand in where DataLoader makes an iterator, and where a class that is known makes one without it.
 
     Not at `DataLoader.__iter__`: torch's keeps the iterator of `persistent_workers`, and subclasses change it, wrap it,
     or make an iterator without it.
@@ -68,13 +68,11 @@ def _patch(module: ModuleType) -> None:
 
     # Not around `__init__`: the place of torch's warnings is that of its caller, and is not to be here.
     def __new__(kind: Any, *args: Any, **keywords: Any) -> Any:
-        from hetstream.mpi_dataworkers.loader.unmodified import notice
+        from hetstream.mpi_dataworkers.loader.unmodified import instead_of
 
-        iterator = object.__new__(kind)
-        for given in (*args, *keywords.values()):
-            if isinstance(given, loader_kind):
-                notice(iterator, given)
-        return iterator
+        given = next((each for each in (*args, *keywords.values()) if isinstance(each, loader_kind)), None)
+        streamed = instead_of(kind, given) if given is not None else None
+        return object.__new__(kind) if streamed is None else streamed
 
     loader_kind._get_iterator = _get_iterator
     iterator_kind.__new__ = __new__

@@ -564,6 +564,10 @@ class PassShards:
         """Number of the slot whose step is next."""
         return self._interleave.next_slot
 
+    @next_slot.setter
+    def next_slot(self, slot: int) -> None:
+        self._interleave.next_slot = slot
+
     def steps_of(self, shard: int) -> Order | ShardOrder:
         """Which samples the steps of a shard have."""
         if self._division is not None:

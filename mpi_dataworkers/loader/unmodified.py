@@ -33,7 +33,7 @@ from hetstream.mpi_dataworkers.loader.pass_iterator import LocalSource, PassIter
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.shards import LookAhead, PartlyListedSteps, PassShards
 from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in, torch_options
-from hetstream.mpi_dataworkers.loader.unmodified_streams import StreamedStreamIter, why_no_stream
+from hetstream.mpi_dataworkers.loader.unmodified_streams import StreamedStreamIter, reads_as_torch, why_no_stream
 from hetstream.mpi_dataworkers.loader.user_errors import is_of_sample
 from hetstream.mpi_dataworkers.ops.pipeline import BatchStage, Pipeline, device_of
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets
@@ -227,6 +227,13 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
         loader: a DataLoader of torch.
         as_torch: torch's own method.
     """
+    check = "check_worker_number_rationality"
+    streamed = _streamed(loader, lambda: call_as_in(as_torch, check, getattr(loader, check)))
+    return as_torch(loader) if streamed is None else streamed
+
+
+def _streamed(loader: Any, check_workers: Callable[[], None]) -> Iterator[Any] | None:
+    """An iterator whose batches data workers make; None where torch makes them."""
     kept = _kept_by(loader)
     if kept is None:
         _keep(loader, None)  # what pickles the loader itself, as a collate_fn of its own does, sees no change later
@@ -237,15 +244,13 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
             raise
     sent = _sent_now(kept, loader)
     if kept.connection is None:
-        return as_torch(loader)
+        return None
     if loader.num_workers > 0:
-        check = "check_worker_number_rationality"
-        call_as_in(as_torch, check, getattr(loader, check))
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        if sent is None:  # without a service torch makes its batches
-            return as_torch(loader)
-        return StreamedStreamIter(loader, kept, sent, next(kept.passes) == 0)
-    return StreamedLoaderIter(loader, kept, sent)
+        check_workers()
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return StreamedLoaderIter(loader, kept, sent)
+    # Without a service torch makes the batches of a stream.
+    return None if sent is None else StreamedStreamIter(loader, kept, sent, next(kept.passes) == 0)
 
 
 def connection_of(loader: Any) -> LoaderConnection | None:
@@ -261,14 +266,22 @@ def is_streamed(loader: Any) -> bool:
     return kept is not None and kept.connection is not None
 
 
-def notice(iterator: object, loader: Any) -> None:
-    """Say once that a loader stays local because its class does not ask DataLoader for an iterator."""
-    if isinstance(iterator, StreamedLoaderIter) or isinstance(loader, PlainLoader) or _kept_by(loader) is not None:
-        return
-    _keep(loader, None)
-    names = type(loader).__name__, type(iterator).__name__
-    reason = "{} makes an iterator of its own, {}, instead of asking DataLoader._get_iterator for one"
-    _say_local(type(loader.dataset).__name__, reason.format(*names))
+def instead_of(kind: Any, loader: Any) -> Iterator[Any] | None:
+    """What takes the place of an iterator that a loader's class makes itself, without asking DataLoader for one.
+
+    None where it is to be made: the loader stays local then, and that is said once.
+    """
+    if issubclass(kind, StreamedLoaderIter | StreamedStreamIter) or isinstance(loader, PlainLoader):
+        return None
+    kept = _kept_by(loader)
+    if reads_as_torch(kind, loader) and (kept is None or kept.connection is not None):
+        return _streamed(loader, lambda: None)  # its class has checked
+    if kept is None:
+        _keep(loader, None)
+        names = type(loader).__name__, kind.__name__
+        reason = "{} makes an iterator of its own, {}, instead of asking DataLoader._get_iterator for one"
+        _say_local(type(loader.dataset).__name__, reason.format(*names))
+    return None
 
 
 def _kept_by(loader: Any) -> _Kept | None:

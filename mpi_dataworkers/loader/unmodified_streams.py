@@ -53,6 +53,8 @@ _PAUSE_S, _PAUSE_SHARE = 2.0, 0.05
 # Without any data worker for so long, torch's workers read all of the pass again: one that is lost comes back sooner.
 _NONE_FOR_S = 30.0
 _LOOK_AGAIN_S = 0.05
+# Iterators of others that read a stream as torch's own does, but for the worker that begins.
+_READ_AS_TORCH = {"litdata.streaming.dataloader._StreamingMultiProcessingDataLoaderIter"}
 _KEPT_WITHIN_S = 5.0
 
 
@@ -216,7 +218,7 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         """The loader as it is without us; its workers have the base seed of this pass."""
         generator = torch.Generator()
         generator.set_state(generator_state)
-        return PlainLoader(
+        plain = PlainLoader(
             loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
@@ -224,6 +226,8 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             generator=generator,
             **torch_options(loader),
         )
+        plain.first_step = _first_worker(loader)
+        return plain
 
     def _next_data(self) -> Any:
         reason = ""
@@ -373,8 +377,22 @@ def _shards_of(
     plan = ShardingPlan(ShardingPolicy.HINT, "exactly_once", Cut.ITSELF, number, number)
     division = Division(plan, -1, loader.batch_size or 0, loader.drop_last, False, 0, False, 0, 1)
     shards = PassShards.divided(division, base_seed, len(history), 1, None, worker_seeds=seeds)
+    shards.next_slot = _first_worker(loader)
     shards.snapshots = {shard: beginning_with(kept) for shard, kept in from_before.items()}
     return shards
+
+
+def reads_as_torch(kind: Any, loader: Any) -> bool:
+    """Whether iterators of a class that is not torch's give a stream's batches as torch's do."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    profiles = getattr(loader, "_profile_batches", False) or getattr(loader, "_profile_cprofile", False)
+    return name in _READ_AS_TORCH and isinstance(loader.dataset, torch.utils.data.IterableDataset) and not profiles
+
+
+def _first_worker(loader: Any) -> int:
+    """The worker that makes a pass's first batch: LitData's loader goes on with the one whose turn it was."""
+    resumed = getattr(loader, "restore", False) and getattr(loader, "_latest_worker_idx", 0)
+    return int(resumed) % int(loader.num_workers) if resumed else 0
 
 
 def why_no_stream(loader: Any) -> str | None:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import math
 import os
 import pickle
 import random
+import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 from typing import Any
@@ -42,6 +45,8 @@ _Kinds: Any = _DatasetKind
 _SAVES_EACH_S = 10.0
 _PROOFS = 2
 _DEEPEST = 12  # no place of shared memory is looked for beyond
+# Of threads that user code has begun: the worker process that they belong to. They run on between its batches.
+_worker_of: weakref.WeakKeyDictionary[threading.Thread, Any] = weakref.WeakKeyDictionary()
 _numpy_seed: Any = torch_worker._generate_state
 # What user code may draw from: the generators of Python, NumPy and torch, and those that its objects and modules hold.
 _States = tuple[Any, Any, torch.Tensor, list[Any]]
@@ -165,7 +170,7 @@ class TorchsWorker:
         """A copy of the dataset, or what was kept of it with what the program has written into shared memory since."""
         given = self.pipeline.dataset
         try:
-            dataset = copy.deepcopy(given) if kept is None or not kept["dataset"] else pickle.loads(kept["dataset"])
+            dataset = pickle.loads(kept["dataset"]) if kept is not None and kept["dataset"] else _copied(given)
             for path in self._workers.shared:
                 held_at(dataset, path).copy_(held_at(given, path))
             if self._workers.are_kept and (kept is None or not kept["dataset"]):
@@ -279,6 +284,33 @@ class TorchsWorker:
             self._states = _states_now(self._held)
 
 
+def follow_threads() -> None:
+    """Have `get_worker_info()` tell a thread in which worker process it was begun, from now on in this process.
+
+    A data worker plays several in turn. Threads that read ahead ask between the batches of theirs, too.
+    """
+    if hasattr(torch_worker, "_of_this_thread"):
+        return
+    begin: Any = threading.Thread.start
+
+    @functools.wraps(begin)
+    def start(thread: threading.Thread) -> None:
+        if (info := torch_worker.get_worker_info()) is not None:
+            _worker_of[thread] = info
+        begin(thread)
+
+    kind: Any = threading.Thread
+    module: Any = torch_worker
+    kind.start = start
+    module._of_this_thread = lambda: _worker_of.get(threading.current_thread(), module._worker_info)
+    # User code has the function itself, by whatever name.
+    module.get_worker_info.__code__ = _ask.__code__
+
+
+def _ask() -> Any:  # runs as a function of torch's module
+    return _of_this_thread()  # type: ignore[name-defined]  # noqa: F821
+
+
 def beginning_with(kept: bytes) -> bytes:
     """The snapshot with which a pass begins whose worker process was kept."""
     return pack({"step": 0, "state": None, "kept": kept})
@@ -312,6 +344,13 @@ def held_at(root: Any, path: list[str | int]) -> Any:
         inside: Any = root if isinstance(root, dict | list | tuple) else vars(root)
         root = inside[step]
     return root
+
+
+def _copied(dataset: Any) -> Any:
+    try:
+        return copy.deepcopy(dataset)
+    except Exception:  # noqa: BLE001, as of a module that it holds, with which it has travelled all the same
+        return pickle.loads(_pickled(dataset))
 
 
 def _pickled(dataset: Any) -> bytes:

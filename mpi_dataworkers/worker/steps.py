@@ -29,7 +29,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     without,
 )
 from hetstream.mpi_dataworkers.ops.streams import RankReader, Shard, ShardReader, SharedRounds, open_shard
-from hetstream.mpi_dataworkers.ops.torch_streams import TorchsWorker
+from hetstream.mpi_dataworkers.ops.torch_streams import TorchsWorker, follow_threads
 from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, plan_of
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
@@ -425,6 +425,7 @@ class StepMaker:
             if session.worker_seeds is not None:
                 if session.worker_seeds.passes_before and not snapshot:
                     raise PipelineError("what its worker process had kept is lost")
+                follow_threads()
                 self._readers[session.session_id] = TorchsWorker(
                     pipeline, order, session.worker_seeds, self._page.at_sample
                 )

@@ -19,6 +19,7 @@ import stream_programs as programs
 import torch
 from hooking import connection_of, hooked
 from torch.utils.data import DataLoader, IterDataPipe
+from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.loader import unmodified_streams
 from hetstream.mpi_dataworkers.ops.batch_comparison import compare
@@ -47,6 +48,8 @@ STREAMS: dict[str, Loader] = {
     "divided by worker_init_fn": loader_of(programs.Divided, worker_init_fn=programs.divide),
     "seeded by worker_init_fn": loader_of(programs.Numbers, worker_init_fn=programs.seed_by_worker),
     "generators of its own": loader_of(programs.OwnGenerators),
+    "holds a module": loader_of(programs.HoldsAModule),
+    "read ahead by threads": loader_of(programs.ReadsAhead),
     "collate_fn draws": loader_of(programs.Numbers, collate_fn=programs.noisy_collate),
     "counts its passes": loader_of(programs.CountsItsPasses),
     "a sample ends it": loader_of(programs.StopsBySample),
@@ -229,6 +232,58 @@ def test_torch_reads_again_where_no_data_worker_is_left(
     with hooked(service.name, monkeypatch):
         assert not compare(program(lose_all), expected).differences
     assert any("Its own workers read" in message for message in caplog.messages)
+
+
+class _InTurn(torch_dataloader._MultiProcessingDataLoaderIter):
+    """As LitData's: the worker begins whose turn it was when a state was taken."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        first = loader._latest_worker_idx
+        self._first_workers = list(range(first, loader.num_workers)) if first and loader.restore else []
+        super().__init__(loader)
+
+    def _try_put_index(self) -> None:
+        if not self._first_workers:
+            super()._try_put_index()
+            return
+        worker = self._first_workers.pop(0)
+        self._index_queues[worker].put((self._send_idx, self._next_index()))
+        self._task_info[self._send_idx] = (worker,)
+        self._tasks_outstanding += 1
+        self._send_idx += 1
+
+
+class _LoaderInTurn(DataLoader[Any]):
+    restore, _latest_worker_idx = False, 0
+
+    def _get_iterator(self) -> Any:
+        return _InTurn(self)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_iterator_that_is_known_to_read_as_torchs(
+    is_known: bool, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program() -> list[Any]:
+        torch.manual_seed(5)
+        loader = _LoaderInTurn(programs.Uneven(), 2, num_workers=5)
+        got = [*one_pass(loader)]
+        loader.restore, loader._latest_worker_idx = True, 3
+        return [*got, *one_pass(loader), loader]
+
+    *expected, _ = program()
+    if is_known:
+        monkeypatch.setattr(unmodified_streams, "_READ_AS_TORCH", {f"{__name__}._InTurn"})
+    with hooked(three.name, monkeypatch):
+        *found, loader = program()
+        assert not compare(found, expected).differences
+        assert ("_hetstream" in vars(loader) and vars(loader)["_hetstream"].connection is not None) == is_known
+        if is_known:
+            counted = connection_of(loader).statistics.counters
+            assert 0 < counted.local_steps < counted.steps == len(expected)
+    assert any("_InTurn, instead of asking" in message for message in caplog.messages) == (not is_known)
 
 
 _RANKED = """

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,17 @@ class OwnGenerators(Numbers):
         return torch.tensor(drawn), torch.rand(1, generator=self.torch)
 
 
+class HoldsAModule(Numbers):
+    """As `rng=random` of a shuffle; `copy.deepcopy` has no copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random
+
+    def element(self, number: int) -> Any:
+        return torch.tensor([number, self.rng.random()])
+
+
 class CountsInItsModule(Numbers):
     """What one worker process leaves in its module: each of torch's has its own."""
 
@@ -159,6 +171,19 @@ class StopsBySample(Numbers):
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.element, self.numbers())
+
+
+class ReadsAhead(Numbers):
+    """A pool of threads makes its elements before they are asked for, and asks which worker it is in, as the sources of
+    Hugging Face's interleaved datasets do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with ThreadPoolExecutor(2) as pool:
+            yield from pool.map(self.element, self.numbers())
+
+    def element(self, number: int) -> Any:
+        time.sleep(0.002)
+        return torch.tensor([number, *part()])
 
 
 class HoldsAnIterator(Numbers):

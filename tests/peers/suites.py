@@ -52,6 +52,8 @@ _FEW_STEPS = 100
 _SUMMARY = "summary.json"
 # Of a suite of checkpoints: the plugin that has hetstream save and restore them, and a line for each time it did.
 _PLUGIN, _COUNTS = "hetstream_checkpoints", "counts.txt"
+# Where passes of streams are to wait for data workers: a plugin from `programs`, too.
+_WAITING = "waiting"
 # With fewer of each a suite of checkpoints is hollow, too.
 _FEW_CHECKPOINTS = 10
 _CHECKPOINT_SUITES = ("-checkpoints", "-checkpoints-flash")
@@ -79,6 +81,7 @@ class Suite:
         stays_local: why data workers make none of its steps; "" where they shall.
         differs: why steps of data workers are not torch's own, as many as were stored; "" where none may differ.
         checkpoints: whether hetstream saves and restores its checkpoints, by `programs/checkpoints.py`.
+        waits: whether passes of its streams wait for data workers, by `programs/waiting.py`: they are short.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Suite:
     stays_local: str = ""
     differs: str = ""
     checkpoints: bool = False
+    waits: bool = False
 
     @property
     def is_scripts(self) -> bool:
@@ -113,6 +117,8 @@ class Suite:
 LOCAL_FILES = {
     "accelerate.test_utils.scripts.test_distributed_data_loop": "it replaces a function of its own module by a lambda, "
     "or its loaders have an iterator of their own",
+    "datasets/tests/test_arrow_dataset.py": "its loader has num_workers=0",
+    "datasets/tests/test_distributed.py": "its passes, of a program of its own, end before data workers have begun",
 }
 # Why steps of data workers differ, by the name of the suite.
 _DIFFERS = {
@@ -227,7 +233,7 @@ SUITES = {
             data_workers=2,
             plain="datasets",
             tests=_HF_TESTS,
-            stays_local="its loaders have an IterableDataset or num_workers=0, and stay local",
+            waits=True,
         ),
         Suite(
             "datasets-own",
@@ -275,6 +281,10 @@ _REPLACED = {
     "pytorch-lightning/tests/tests_pytorch/conftest.py": (
         ('thread.name == "fsspecIO"', 'thread.name in ("fsspecIO", "hetstream-loader")'),
         ("thread.join(timeout=20)", "thread.join(timeout=0.1)"),
+    ),
+    # A function of a package that a session of tests has exchanged keeps loaders local; there is no network here.
+    "datasets/tests/fixtures/hub.py": (
+        ('monkeypatch.setattr("huggingface_hub.utils._headers._http_user_agent", _http_ci_user_agent)', "pass"),
     ),
     # asyncio.wait() takes no coroutines since Python 3.11.
     "datasets/tests/utils.py": (
@@ -402,6 +412,8 @@ def _run_file(
     if suite.checkpoints:
         shutil.copyfile(HERE / "programs" / "checkpoints.py", directory / f"{_PLUGIN}.py")
         (directory / name).write_text(checkpointed((directory / name).read_text(), peer))
+    if suite.waits:
+        shutil.copyfile(HERE / "programs" / f"{_WAITING}.py", directory / f"{_WAITING}.py")
     for changed, pairs in _REPLACED.items():
         if changed.startswith(f"{peer}/"):
             text = (directory / changed.removeprefix(f"{peer}/")).read_text()
@@ -419,7 +431,7 @@ def _run_file(
         chosen.write_text("".join(f"{name}::{test}\n" for test in wanted))
         report = directory / "report.xml"
         options = ("-q", "--timeout", str(_TEST_LIMIT_S), f"--junitxml={report}", f"@{chosen.name}")
-        plugin = ("-p", _PLUGIN) if suite.checkpoints else ()
+        plugin = ("-p", _PLUGIN) if suite.checkpoints else ("-p", _WAITING) if suite.waits else ()
         done = _run_python(suite, directory, (*_PYTEST, *plugin, *options), _FILE_LIMIT_S)
         if not report.exists():
             raise SystemExit(f"{suite.name}: {file} did not run to its end:\n{done.stdout[-4000:]}")

@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,22 +66,13 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unmodified_streams, "_DEEPER", 0.0)
 
 
-def until_data_workers_go_on(iterator: Any) -> None:
-    """Wait until they are where the program is, or the loader is local."""
-    deadline = time.monotonic() + 60
-    while iterator._plain is not None and iterator._streamed is not None:
-        iterator._look()
-        time.sleep(0.02)
-        assert time.monotonic() < deadline
-
-
 def one_pass(loader: DataLoader[Any], waits_at: int = 24) -> Iterator[Any]:
     """The batches of a pass; at some step the program is busy for as long as data workers need to get there."""
     iterator: Any = iter(loader)
     for number, batch in enumerate(iterator):
         yield batch
         if number == waits_at and hasattr(iterator, "_streamed"):
-            until_data_workers_go_on(iterator)
+            programs.until_data_workers_go_on(iterator)
 
 
 def passes(make: Loader, number: int = 3) -> list[Any]:
@@ -139,7 +129,7 @@ def caught(make: Loader) -> list[Any]:
                 got.append(str(error))
             if len(got) == 24 and hasattr(iterator, "_streamed"):
                 with contextlib.suppress(unmodified_streams.Differs):
-                    until_data_workers_go_on(iterator)
+                    programs.until_data_workers_go_on(iterator)
     return got
 
 

@@ -215,6 +215,15 @@ def noisy_collate(samples: list[Any]) -> Any:
     return torch.stack([sample["at"] for sample in samples]), random.random(), np.random.rand(), torch.rand(1)
 
 
+def until_data_workers_go_on(iterator: Any) -> None:
+    """Wait, under the hook, until they are where the program is, or the loader is local."""
+    deadline = time.monotonic() + 60
+    while iterator._plain is not None and iterator._streamed is not None:
+        iterator._look()
+        time.sleep(0.02)
+        assert time.monotonic() < deadline
+
+
 def seed_by_worker(worker_id: int) -> None:
     np.random.seed(torch.initial_seed() % 2**32)
     random.seed(worker_id)

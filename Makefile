@@ -24,6 +24,8 @@ DEMO_VENV := .venv-demo
 PEERS ?= ../shared/peers build/peers
 PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
+NNUNET := nnunetv2==2.8.1 batchgenerators==0.25.5 batchgeneratorsv2==0.3.6 dynamic-network-architectures==0.4.4 acvl-utils==0.2.6 connected-components-3d fft-conv-pytorch blosc2 yacs future unittest2
+STREAMS := webdataset==1.0.2 litdata==0.2.76 mosaicml-streaming==0.13.0
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
 .PHONY: docs demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean gpu gpu-wheels bench-data bench-ckpt bench-slurm bench-cluster
@@ -132,6 +134,8 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai==1.6.1 timm==1.0.31 skorch==1.4.0 torch_geometric==2.8.0
 	@# It asks for an older release of datasets, which its tests of checkpoints do not use.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps torchtitan==0.3.0 torch_checkpointing==0.1.1 spmd_types==0.2.3
+	@# nnU-Net and libraries of streams, without what would bring another torch.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(NNUNET) $(STREAMS)
 	@# Apart, as Lightning has other loggers where it is.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --target $(PEERS_VENV)/tensorboard tensorboard==2.21.0 protobuf
 	@touch $@

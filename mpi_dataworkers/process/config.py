@@ -10,6 +10,7 @@ HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leave
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
 HETSTREAM_IN_PROCESS_LOADERS  1: the start-up hook streams loaders with num_workers=0, too (default: not)
+HETSTREAM_SEED           from which the batches of batchgenerators' augmenters follow (default: another one in each run)
 HETSTREAM_EXPLAIN        of `hetstream run --explain`: where to write what was found of a forward; the program then ends
 HETSTREAM_HOOK           1 while the start-up hook is active
 *_OF_JOB                 of a variable that a script has exported: the job that it is for, see `base/process.py`

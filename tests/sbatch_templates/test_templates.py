@@ -31,6 +31,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], str | None] | None] = {
     "horovod": (("--cpus-per-task=2",), "--ntasks=4"),
     "multi-gpu-ddp": (("--cpus-per-task=2",), "--ntasks=4"),
     "multi-node-ddp": (("--cpus-per-task=2",), "--ntasks=4"),
+    "nnunet": ((), "--ntasks=6"),
     "single-gpu": (("--cpus-per-task=2",), "--ntasks=2"),
 }
 

@@ -25,7 +25,8 @@ PEERS ?= ../shared/peers build/peers
 PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
 NNUNET := nnunetv2==2.8.1 batchgenerators==0.25.5 batchgeneratorsv2==0.3.6 dynamic-network-architectures==0.4.4 acvl-utils==0.2.6 connected-components-3d fft-conv-pytorch blosc2 yacs future unittest2
-STREAMS := webdataset==1.0.2 litdata==0.2.76 mosaicml-streaming==0.13.0
+# With what they import; two of them have clients of clouds.
+STREAMS := webdataset==1.0.2 litdata==0.2.76 mosaicml-streaming==0.13.0 braceexpand boto3 botocore s3transfer jmespath obstore brotli python-snappy cramjam zstd catalogue
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
 .PHONY: docs demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean gpu gpu-wheels bench-data bench-ckpt bench-slurm bench-cluster
@@ -142,7 +143,7 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 
 test-peers: $(PEERS_VENV)/.ready
 	-$(PEERS_VENV)/bin/python tests/peers/suite_files.py $(if $(CLONES),--clones $(CLONES))
-	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_tables.py tests/mpi_dataworkers/partitioner/test_public_models.py
+	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_streams.py tests/peers/test_tables.py tests/mpi_dataworkers/partitioner/test_public_models.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py $(addprefix --peers ,$(PEERS))
 
 # The documentation as a site, build/site/index.html, of the files in docs/, with search. It fetches nothing from elsewhere.

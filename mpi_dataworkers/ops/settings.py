@@ -271,10 +271,10 @@ _MOST_ENTRIES = 20_000
 # fmt: off
 _PASSED_OVER = frozenset((
     *_SCRIPTS, "sys", "re", "linecache", "inspect", "threading", "warnings", "logging", "weakref", "multiprocessing",
-    "importlib", "signal", "atexit", "asyncio", "typing", "unittest", "cloudpickle", "hetstream", "triton", "sympy",
-    "torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch._logging", "torch._library",
-    "torch.library", "torch.fx", "torch.jit", "torch.multiprocessing", "torch.distributed", "torch.nn", "torch.optim",
-    "torch.export", "torch.autograd", "torch.utils._pytree", "torch.utils._cxx_pytree"
+    "importlib", "signal", "atexit", "_ctypes", "ctypes", "asyncio", "typing", "unittest", "cloudpickle", "hetstream",
+    "triton", "sympy", "torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch._logging",
+    "torch._library", "torch.library", "torch.fx", "torch.jit", "torch.multiprocessing", "torch.distributed",
+    "torch.nn", "torch.optim", "torch.export", "torch.autograd", "torch.utils._pytree", "torch.utils._cxx_pytree"
 ))
 # fmt: on
 # Where samples print to, and trainers that run together put a function of their own.

@@ -19,7 +19,7 @@ from tests.devcluster.sites import ACCOUNTING
 from tests.devcluster.spec import ClusterShape
 from tests.sites.conftest import Site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (ACCOUNTING,)
 PACKING = True
 SHAPE = ClusterShape(1, 4, 0, 16)

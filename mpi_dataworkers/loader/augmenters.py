@@ -296,8 +296,13 @@ def patch_nondeterministic(module: ModuleType) -> None:
 
     def asks(augmenter: Any) -> Asked:
         return Asked(
-            *(augmenter.generator, augmenter.transform, augmenter.num_processes, augmenter.num_cached),
-            *(_seeds_of(augmenter), True, augmenter.pin_memory),
+            augmenter.generator,
+            augmenter.transform,
+            augmenter.num_processes,
+            augmenter.num_cached,
+            seeds=_seeds_of(augmenter),
+            seeds_torch=True,
+            pins=augmenter.pin_memory,
             ends=False,
         )
 
@@ -310,8 +315,12 @@ def patch_deterministic(module: ModuleType) -> None:
     def asks(augmenter: Any) -> Asked:
         number = augmenter.num_processes
         return Asked(
-            *(augmenter.generator, augmenter.transform, number, number * augmenter.num_cached_per_queue),
-            *(_seeds_of(augmenter), False, augmenter.pin_memory),
+            augmenter.generator,
+            augmenter.transform,
+            number,
+            number * augmenter.num_cached_per_queue,
+            seeds=_seeds_of(augmenter),
+            pins=augmenter.pin_memory,
         )
 
     stand_in(module.MultiThreadedAugmenter, "was_initialized", asks)

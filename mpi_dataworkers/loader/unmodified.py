@@ -245,12 +245,15 @@ def _streamed(loader: Any, check_workers: Callable[[], None]) -> Iterator[Any] |
     sent = _sent_now(kept, loader)
     if kept.connection is None:
         return None
+    is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if is_stream and sent is None:
+        return None  # without a service torch makes the batches of a stream
     if loader.num_workers > 0:
         check_workers()
-    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+    if not is_stream:
         return StreamedLoaderIter(loader, kept, sent)
-    # Without a service torch makes the batches of a stream.
-    return None if sent is None else StreamedStreamIter(loader, kept, sent, next(kept.passes) == 0)
+    assert sent is not None
+    return StreamedStreamIter(loader, kept, sent, next(kept.passes) == 0)
 
 
 def connection_of(loader: Any) -> LoaderConnection | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import random
 import time
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ import torch
 import torch.distributed
 from torch.utils.data import dataloader as torch_dataloader
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.canary import Differs
 from hetstream.mpi_dataworkers.loader.connection import LoaderConnection, SentPipeline
@@ -75,11 +77,11 @@ class StreamSource(RemoteSource):
     """The steps of a stream from data workers. What they do not make is not made here: it raises `Differs`.
 
     Attributes:
-        waits: for the next step; else `take` raises `_NotYet`.
+        until: when `take` has waited long enough, on the monotonic clock, s; it raises `_NotYet` then.
         kept: what the workers that have ended begin the next pass with, by number, if they are kept.
     """
 
-    waits = False
+    until = 0.0
     _without_since: float | None = None
 
     def __init__(self, connection: LoaderConnection, shards: PassShards, sent: SentPipeline) -> None:
@@ -102,21 +104,26 @@ class StreamSource(RemoteSource):
         timeout_s = self._connection.timeout_s
         last = time.monotonic() + timeout_s if timeout_s > 0 else None
         while True:
+            deadline = self.until if last is None else min(self.until, last)
+            step: Step | LocalFallback | Ended | None = None
             try:
-                found = self._client.take(sessions, last if self.waits else time.monotonic())
+                index, step = self._client.take(sessions, None if deadline == math.inf else deadline)
             except TimeoutError:
-                if not self.waits:
-                    raise _NotYet from None
-                raise timed_out(timeout_s) from None
-            step = found[1]
-            if not isinstance(step, LocalFallback):
+                pass  # by whose deadline is looked at below
+            except HetstreamError as error:
+                if self._client.is_inherited:  # torch's workers are not this process's, either
+                    raise
+                raise Differs(self.shards.position, str(error)) from error
+            if step is not None and not isinstance(step, LocalFallback):
                 self._without_since = None
-                return found
-            if not self.waits:
-                raise _NotYet
+                return index, step
             now = time.monotonic()
+            if now >= self.until:
+                raise _NotYet
             if last is not None and now >= last:
                 raise timed_out(timeout_s)
+            if step is None:
+                continue
             # Data workers that are there may read again what one that was lost had read.
             self._without_since = None if step.is_late else self._without_since or now
             if self._without_since is not None and now - self._without_since > _NONE_FOR_S:
@@ -140,6 +147,7 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
 
     def __init__(self, loader: Any, kept: Keeper, sent: SentPipeline, is_first: bool) -> None:
         self._kept, self._sent, self._is_first = kept, sent, is_first
+        self._is_left = False  # torch's workers are to read again what the program has had, and to go on
         self._streamed: PassIterator | None = None
         self._plain: Any = None  # torch's own iterator
         self._history: list[tuple[int, bool]] = []  # of the passes of kept workers: batches, and whether it ended
@@ -147,7 +155,7 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         assert kept.connection is not None
         self._connection: LoaderConnection = kept.connection
         generator = loader.generator or torch.default_generator
-        before = generator.get_state()
+        self._before = before = generator.get_state()  # it gives torch's workers the base seed of this pass
         call_as_in(torch_dataloader._MultiProcessingDataLoaderIter.__init__, "__init__", super().__init__, loader)
         # All of them are as the program is now, also those whose processes wait.
         self._torchs, self._spare = self._torchs_loader(loader, before), self._torchs_loader(loader, before)
@@ -178,14 +186,14 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         elif self._kept.connection is not None:
             shards = _shards_of(loader, self._base_seed, self._held_states, self._history, self._from_before)
             self._source = StreamSource(self._connection, shards, self._sent)
-            self._source.waits = self._plain is None
+            self._source.until = math.inf if self._plain is None else 0.0
             self._streamed = PassIterator(self._connection, self._source, owner=self._kept)
 
     def _end_pass(self) -> str:
         """Get ready for another pass of kept workers; gives why it cannot be made by data workers, or ""."""
         was_streamed = self._streamed is not None
         if was_streamed and self._plain is not None and self._is_over:
-            self._catch_up()
+            self._come_to_the_end()
         self._history.append((self._num_given, self._is_over))
         if self._streamed is not None:
             self._streamed.close()
@@ -206,12 +214,11 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             return str(error)
         return ""
 
-    def _catch_up(self) -> None:
-        """Have data workers come to the end of a pass that the program is through with."""
-        self._source.waits = True
-        with contextlib.suppress(Differs):
-            while self._source.shards.position < self._num_given:
-                self._compare_next()
+    def _come_to_the_end(self) -> None:
+        """Have data workers come to the end of a pass that the program is through with, if that takes no longer than
+        the program may wait for them."""
+        with contextlib.suppress(Differs, _NotYet):
+            self._come_to_the_program(self._longest_pause_s)
             self._source.take()
 
     def _torchs_loader(self, loader: Any, generator_state: torch.Tensor) -> PlainLoader:
@@ -235,9 +242,13 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             if self._streamed is not None and self._plain is not None:
                 self._look()
             if self._streamed is not None and self._plain is None:
-                self._is_over = not self._streamed.wait()
-                self._num_given += not self._is_over
-                return next(self._streamed)
+                batch = next(self._streamed)
+                # Not one more: where a handler of a signal has interrupted this, the next call gives that batch.
+                self._num_given = self._source.shards.position
+                return batch
+        except StopIteration:
+            self._is_over = True
+            raise
         except Differs as found:
             reason = str(found)
         if reason:  # here, where `Differs` is not the context of what the program's own samples raise
@@ -253,15 +264,28 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         if self._kept.connection is None:  # another iterator of this loader has left, and has said why
             self._end_streaming()
             return
-        shards, source = self._source.shards, self._source
         with contextlib.suppress(_NotYet):
-            while shards.position < self._num_given:
-                self._compare_next()
+            self._come_to_the_program(0.0)
         if self._is_there():
-            source.waits = True
-            while shards.position < self._num_given:
-                self._compare_next()
-            self._plain = None  # its processes end
+            with contextlib.suppress(_NotYet):  # they were slower than was to be expected: torch's workers go on
+                self._come_to_the_program(self._longest_pause_s)
+                self._source.until = math.inf
+                self._plain = None  # its processes end
+
+    def _come_to_the_program(self, limit_s: float) -> None:
+        """Have data workers come to where the program is, and compare on the way.
+
+        Raises:
+            _NotYet: they have not got there in time.
+            Differs: a batch is not torch's own.
+        """
+        self._source.until = time.monotonic() + limit_s
+        while self._source.shards.position < self._num_given:
+            self._compare_next()
+
+    @property
+    def _longest_pause_s(self) -> float:
+        return max(_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - self._began))
 
     def _compare_next(self) -> None:
         """Move past the next step, which the program has."""
@@ -294,9 +318,12 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         if position < self._num_to_compare:
             return False
         missing_s = (self._num_given - position) * (now - self._first_came) / position
-        return missing_s <= max(_PAUSE_S, _PAUSE_SHARE * (now - self._began))
+        return missing_s <= self._longest_pause_s
 
     def _next_of_torch(self) -> Any:
+        if self._is_left:  # done again from its beginning where a handler of a signal has interrupted it
+            self._plain = self._read_again()
+            self._is_left = False
         if self._plain is None:
             raise StopIteration
         began = time.monotonic()
@@ -327,12 +354,20 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         if self._plain is not None:
             self._leave(reason)
             return
+        self._is_left = True
         number = self._num_given + sum(number for number, _ in self._history)
         self._leave(f"{reason}. Its own workers read {number} batches again that it has had" if number else reason)
+
+    def _read_again(self) -> Any:
+        """torch's own iterator behind what the program has had; with kept workers, also in the passes before."""
+        self._torchs = self._spare
+        self._spare.generator.set_state(self._before)
+        self._spare._iterator = None
         for number, is_over in self._history:
-            _read_again(iter(self._spare), number + is_over)
-        self._plain, self._torchs = iter(self._spare), self._spare
-        _read_again(self._plain, self._num_given)
+            _drop(iter(self._spare), number + is_over)
+        plain = iter(self._spare)
+        _drop(plain, self._num_given)
+        return plain
 
     def _leave(self, reason: str) -> None:
         self._end_streaming()
@@ -353,7 +388,7 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
             streamed.close()
 
 
-def _read_again(plain: Any, num_batches: int) -> None:
+def _drop(plain: Any, num_batches: int) -> None:
     """Have torch's workers make batches that the program has had, with what its samples raised."""
     for _ in range(num_batches):
         try:

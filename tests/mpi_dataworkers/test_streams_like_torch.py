@@ -20,7 +20,9 @@ from hooking import connection_of, hooked
 from torch.utils.data import DataLoader, IterDataPipe
 from torch.utils.data import dataloader as torch_dataloader
 
+from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.loader import unmodified_streams
+from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 
 # More worker processes than this machine has CPUs.
@@ -274,6 +276,69 @@ def test_an_iterator_that_is_known_to_read_as_torchs(
             counted = connection_of(loader).statistics.counters
             assert 0 < counted.local_steps < counted.steps == len(expected)
     assert any("_InTurn, instead of asking" in message for message in caplog.messages) == (not is_known)
+
+
+class _Interrupted(Exception):
+    """Of a handler of a signal."""
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("is_kept", [False, True], ids=["anew", "kept workers"])
+def test_torch_goes_on_where_the_service_fails_and_a_handler_interrupts_it(
+    is_kept: bool, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(at_step: Callable[[int], None]) -> list[Any]:
+        torch.manual_seed(5)
+        loader = DataLoader(programs.Numbers(400), 4, num_workers=2, persistent_workers=is_kept)
+        got: list[Any] = []
+        for _ in range(2):
+            passing = one_pass(loader)
+            iterator: Any = None
+            while True:
+                at_step(len(got))
+                try:
+                    if iterator is None:
+                        got.append(next(passing))
+                    else:
+                        got.append(next(iterator))
+                except StopIteration:
+                    break
+                except _Interrupted:
+                    # The generator has ended with it; its iterator goes on.
+                    iterator = streaming[-1]
+        return got
+
+    streaming: list[Any] = []
+    expected = program(lambda _: None)
+    made, drop = unmodified_streams.StreamedStreamIter.__init__, unmodified_streams._drop
+    take = ServiceClient.take
+    fails_at, num_dropped = 130, [0]
+
+    def noted(self: Any, *args: Any) -> None:
+        streaming.append(self)
+        made(self, *args)
+
+    def failing(self: Any, *args: Any) -> Any:
+        if failed:
+            raise ServiceError("it is gone")
+        return take(self, *args)
+
+    def interrupted(plain: Any, number: int) -> None:
+        num_dropped.append(number)
+        if len(num_dropped) == 2 + is_kept:
+            drop(plain, 3)
+            raise _Interrupted
+        drop(plain, number)
+
+    failed: list[int] = []
+    monkeypatch.setattr(unmodified_streams.StreamedStreamIter, "__init__", noted)
+    monkeypatch.setattr(unmodified_streams, "_drop", interrupted)
+    monkeypatch.setattr(ServiceClient, "take", failing)
+    with hooked(three.name, monkeypatch):
+        found = program(lambda number: failed.append(1) if number == fails_at else None)
+    assert not compare(found, expected).differences
+    assert len(num_dropped) == 3 + 2 * is_kept  # it was read again, twice
+    assert any("it is gone. Its own workers read" in message for message in caplog.messages)
 
 
 _RANKED = """

@@ -36,10 +36,11 @@ def _have_streams_wait() -> None:
 
     def _end_streaming(self: Any) -> None:
         if is_compared(self) and self._is_over and self._kept.connection is not None:
-            self._catch_up()
+            self._come_to_the_end()
         end_streaming(self)
 
     kind._next_data, kind._end_streaming = _next_data, _end_streaming
+    streams._PAUSE_S = _LIMIT_S
     streams._DEEPER, streams._LEAST_COMPARED, streams._FIRST_OF_EACH = 0.0, 0, 1
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.checkpoint.policy.interval import Every as Every
     from hetstream.checkpoint.policy.retention import Best as Best
     from hetstream.checkpoint.policy.retention import Retention as Retention
-    from hetstream.hetjob.master.block import data_workers as data_workers
+    from hetstream.hetjob.master.local import data_workers as data_workers
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator as numpy_sample_generator
     from hetstream.mpi_dataworkers.generators import sample_generator as sample_generator
     from hetstream.mpi_dataworkers.loader.data_loader import DataLoader as DataLoader
@@ -51,7 +51,7 @@ else:
         "Retention": "checkpoint.policy.retention",
         "ShardingPolicy": "mpi_dataworkers.order.visitation",
         "Visitation": "mpi_dataworkers.order.visitation",
-        "data_workers": "hetjob.master.block",
+        "data_workers": "hetjob.master.local",
         "merge_states": "mpi_dataworkers.order.data_state",
         "mix": "mpi_dataworkers.loader.mixing",
         "numpy_sample_generator": "mpi_dataworkers.generators",

@@ -176,7 +176,7 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/packing/quota_file.py": "QuotaFile._read*2",
     },
     "descriptor": {
-        "checkpoint/flash/source.py": "_open_shared",
+        "checkpoint/flash/sources.py": "_open_shared",
         "checkpoint/flash/candidates.py": "RestoreTrial._prepare*2",
         "checkpoint/persist/store_writer.py": "StoreWriter.advance",
         "hetjob/gpu/orders.py": "make_orders make_work",
@@ -271,22 +271,22 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "checkpoint": {
         "checkpoint/convert/dcp.py": "FlashStorageReader._object attempt_on detect*3",
-        "checkpoint/convert/torch_file.py": "load_weights_only save_torch*2",
-        "checkpoint/convert/weights.py": ("_Reader.read_metadata*2 _new_file _write_dcp*5 load_safetensors plan_state"),
-        "checkpoint/disk/rank_file.py": "RankFile.check bytes_on_disk",
-        "checkpoint/disk/checkpoint.py": "mark",
-        "checkpoint/disk/commit.py": (
-            "_generations _own complete holding manifests_in problem_of_latest target_of_latest"
+        "checkpoint/convert/weights.py": (
+            "_Reader.read_metadata*2 _new_file _write_dcp*5 load_safetensors load_weights_only plan_state save_torch*2"
         ),
+        "checkpoint/disk/rank_file.py": "RankFile.check bytes_on_disk",
         "checkpoint/disk/directory.py": (
             "CheckpointDirectory._look_at CheckpointDirectory.check_own CheckpointDirectory.check_start "
-            "CheckpointDirectory.go_back"
+            "CheckpointDirectory.go_back mark"
+        ),
+        "checkpoint/disk/commit.py": (
+            "_generations _own complete holding manifests_in problem_of_latest target_of_latest"
         ),
         "checkpoint/disk/ownership.py": (
             "Claim.__init__ Claim.ask Claim.withdraw _append*2 _lock history lineage_of living_request "
             "prepare_directory*2 read_owner read_request renumber take*2"
         ),
-        "checkpoint/replica/rendezvous.py": "_folder _read_private _remove",
+        "checkpoint/replica/wire.py": "_folder _read_private _remove",
     },
     "store": {
         "checkpoint/flash/storage.py": "CheckpointStorage.close",

@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.disk.checkpoint import Checkpoint
-from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import NoCheckpoint, UnsupportedState
 from hetstream.checkpoint.record.layout import Generation

@@ -1,4 +1,4 @@
-"""What all ranks can restore, newest first: the communication behind `record/agreement.py`.
+"""What all ranks can restore, newest first: the communication behind `record/lineage.py`.
 
 Called by `destinations.py`. Each rank offers what it has, all choose the same generation, and try it (`RestoreTrial`).
 If it is not whole on every rank, they choose the next one.
@@ -19,13 +19,13 @@ import msgspec
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OtherRelease
-from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.ownership import OtherHosts
-from hetstream.checkpoint.flash.ranks import Communicator, gather, together
-from hetstream.checkpoint.flash.source import DiskSource, MemorySource
-from hetstream.checkpoint.flash.sources import StoredPart
-from hetstream.checkpoint.record.agreement import (
+from hetstream.checkpoint.flash.ranks import Communicator, Host, gather, together
+from hetstream.checkpoint.flash.sources import DiskSource, MemorySource, StoredPart
+from hetstream.checkpoint.record.layout import Generation
+from hetstream.checkpoint.record.lineage import (
     Choice,
+    Lineage,
     Offer,
     OfferedRecord,
     Source,
@@ -34,8 +34,6 @@ from hetstream.checkpoint.record.agreement import (
     steps_of,
     with_disk,
 )
-from hetstream.checkpoint.record.layout import Generation
-from hetstream.checkpoint.record.lineage import Lineage
 
 # One generation, tried on all ranks: each checks its own part, and none applies it before all have found theirs whole.
 #

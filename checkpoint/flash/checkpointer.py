@@ -11,7 +11,7 @@ This module is what a program calls. The work is done by
 
 * `storage.py`: the store in memory, the directory on disk, and the checkpoint writer between them;
 * `saving.py`: takes a state apart, plans its copy (`tensors/copy_plan.py`) and makes it;
-* `candidates.py`, `source.py` and `destinations.py`: choose a generation, open it, copy it into the state;
+* `candidates.py`, `sources.py` and `destinations.py`: choose a generation, open it, copy it into the state;
 * `policy/interval.py` and `stopping.py`: when all ranks save, and when they end;
 * `ownership.py`: plugs in the handover to another job, and copies on other hosts (`replica/`).
 
@@ -36,7 +36,6 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import directory_of_job
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import NotOnDisk, UnsupportedState
-from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.options import (
     CheckpointOptions,
@@ -46,7 +45,7 @@ from hetstream.checkpoint.flash.options import (
     requested_step,
 )
 from hetstream.checkpoint.flash.ranks import Communicator, communicator, gather
-from hetstream.checkpoint.flash.saving import Capture, Saving
+from hetstream.checkpoint.flash.saving import Capture, Saving, cycles_held_off
 from hetstream.checkpoint.flash.stopping import Stopping, warn_of_wrapper
 from hetstream.checkpoint.flash.storage import CheckpointStorage
 from hetstream.checkpoint.memory.store_files import WriterStatus
@@ -172,7 +171,7 @@ class Restoring:
         leaves = self._saving.announce(state)  # says what is wrong with it before anything happens
         self._storage.become_owner()
         candidates = self._storage.candidates()
-        with collector.held_off():
+        with cycles_held_off():
             whole = functools.partial(self._saving.flatten, state) if leaves.unasked else lambda: leaves
             restored = restore_state(candidates, state, whole, RestoreRequest(step, strict, self._allow_pickle))
         if restored.generation and (step is not None or self._is_behind(restored.generation)):

@@ -12,8 +12,8 @@ from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.candidates import RestoreCandidates
 from hetstream.checkpoint.flash.sources import StoredPart, owned
 from hetstream.checkpoint.flash.state_comparison import StateComparison
-from hetstream.checkpoint.record.agreement import Choice
 from hetstream.checkpoint.record.layout import Generation
+from hetstream.checkpoint.record.lineage import Choice
 from hetstream.checkpoint.record.structure import RNG
 from hetstream.checkpoint.tensors.leaves import Leaves
 

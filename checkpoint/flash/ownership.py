@@ -35,9 +35,8 @@ from hetstream.checkpoint.flash.ranks import Communicator, from_rank_0, gather, 
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.record.agreement import Replica
 from hetstream.checkpoint.record.layout import Generation
-from hetstream.checkpoint.record.lineage import Lineage
+from hetstream.checkpoint.record.lineage import Lineage, Replica
 
 _log = logging.getLogger(__name__)
 
@@ -389,7 +388,7 @@ def other_hosts_of(directory: CheckpointDirectory, rank: int, options: Checkpoin
     if not options.replica:
         return None
     # Here, so that a program without replicas does not load what talks with other hosts.
-    from hetstream.checkpoint.replica.trainer import TrainerReplicas
+    from hetstream.checkpoint.replica.service import TrainerReplicas
 
     return TrainerReplicas(directory.path, rank)
 

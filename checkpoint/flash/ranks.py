@@ -1,14 +1,21 @@
-"""Talking to the other ranks: one operation, over torch.distributed or whatever the program brings.
+"""The ranks of a training: how they talk to each other, and which of them share a host.
 
-Called by the checkpointer when it starts and when it restores, never while it saves: a rank that saves waits for no
-other.
+Ranks talk by one operation, over torch.distributed or whatever the program brings. The checkpointer calls it when it
+starts and when it restores, never while it saves: a rank that saves waits for no other.
+
+Where several share a host, one holds for all of them what is equal on all: replicated state is in memory once for
+each host, in the store of the lowest rank there. Stores outlive their trainers, so it is as safe there as in each
+rank's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +27,8 @@ from hetstream.base import typed_json
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint import errors
 from hetstream.checkpoint.config import several_ranks, wrong_with_horovod
+from hetstream.checkpoint.memory.segment import boot_id
+from hetstream.checkpoint.memory.store import Store
 
 # The ranks of a Horovod program. It never imports Horovod: a program that uses it has imported it already.
 
@@ -198,3 +207,58 @@ def from_rank_0(ranks: Communicator, read: Callable[[], T], kind: type[T]) -> T:
     """
     encoded = together(ranks, lambda: msgspec.json.encode(read()) if ranks.rank == 0 else b"")
     return typed_json.decode(ranks.all_gather(encoded)[0], kind)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host of this process.
+
+    Attributes:
+        name: equal on ranks that can open each other's stores, and on no others.
+        rank: of this process.
+        stores: of the ranks of this host, ascending.
+    """
+
+    name: str
+    rank: int
+    stores: dict[int, Path]
+
+    @property
+    def holds_shared(self) -> bool:
+        """Whether this rank holds the shared keys for its host."""
+        return self.rank == next(iter(self.stores))
+
+
+class _Address(msgspec.Struct, frozen=True):
+    host: str
+    store: str
+
+
+def find_host(ranks: Communicator, store: Store, directory: Path) -> Host:
+    """Find out which ranks share this host. Every rank calls it.
+
+    Args:
+        ranks: all.
+        store: of this one.
+        directory: of checkpoints.
+    """
+    places = "-".join(_place(path, ranks.rank) for path in (store.path.parent, directory))
+    kernel = boot_id().hex() if any(boot_id()) else os.uname().nodename
+    mine = _Address(f"{kernel}-{os.geteuid()}-{places}", os.fsencode(store.path).hex())
+    addresses = gather(ranks, mine)
+    stores = {
+        rank: Path(os.fsdecode(bytes.fromhex(address.store)))
+        for rank, address in enumerate(addresses)
+        if address.host == mine.host
+    }
+    return Host(mine.host, ranks.rank, stores)
+
+
+def _place(path: Path, rank: int) -> str:
+    """A directory as this kernel knows it. Two containers of a machine often have two of one name, such as /dev/shm,
+    and the name has to lead both to the same one; what a rank cannot look at, it shares with nobody."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return f"rank-{rank}"
+    return f"{status.st_dev}-{status.st_ino}-{os.fsencode(path).hex()}"

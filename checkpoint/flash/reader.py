@@ -12,16 +12,14 @@ from collections.abc import MutableMapping
 from operator import attrgetter
 from typing import Any, Literal
 
-from hetstream.checkpoint.disk.checkpoint import Checkpoint
-from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import NoCheckpoint
-from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.candidates import RestoreCandidates, Sources
 from hetstream.checkpoint.flash.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.options import CheckpointOptions, requested_step
 from hetstream.checkpoint.flash.ranks import Communicator, communicator, from_rank_0
-from hetstream.checkpoint.flash.saving import Capture
+from hetstream.checkpoint.flash.saving import Capture, cycles_held_off
 from hetstream.checkpoint.policy.retention import Best
 from hetstream.checkpoint.record.lineage import Lineage
 from hetstream.checkpoint.record.structure import RNG
@@ -141,7 +139,7 @@ class CheckpointReader:
             StateMismatch: the layout of the state is another; every difference is named. Nothing is restored.
         """
         request = RestoreRequest(requested_step(step), strict, self._allow_pickle, only_given=True)
-        with collector.held_off():
+        with cycles_held_off():
             capture = Capture(
                 (), self._ranks.rank, self._ranks.world_size, CheckpointOptions(allow_pickle=self._allow_pickle)
             )

@@ -6,12 +6,14 @@ was.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +24,10 @@ from hetstream.base.errors import OptionsError
 from hetstream.base.text import is_unicode
 from hetstream.checkpoint.disk.safetensors import check_structure
 from hetstream.checkpoint.errors import CheckpointError, SharedMemoryFull, UnsupportedState, reach
-from hetstream.checkpoint.flash import collector, rng
+from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.options import CheckpointOptions, CheckpointStats
 from hetstream.checkpoint.flash.read_back import read_back
-from hetstream.checkpoint.flash.writer_link import Background
+from hetstream.checkpoint.flash.storage import Background
 from hetstream.checkpoint.memory.segment import Segment, join_metadata
 from hetstream.checkpoint.memory.store import Store, WritableSlot
 from hetstream.checkpoint.record.layout import Generation, checksum
@@ -40,6 +42,24 @@ from hetstream.checkpoint.tensors.leaves import Flattener, Leaves, Move, Signatu
 # torch, one after the other: their addresses mean nothing here.
 
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def cycles_held_off() -> Iterator[None]:
+    """Hold off Python's collector of cycles while a state is taken apart or put together.
+
+    That makes many objects at once, and no cycles. The collector would look at each object of the program several times
+    meanwhile, torch's too, which takes longer than all else for a state of many small tensors. It is for the program's
+    own thread: two at a time would not know of each other.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Copier:
@@ -512,7 +532,7 @@ class Saving:
             UnsupportedState: something in the state cannot be stored.
             OptionsError: it is no state.
         """
-        with collector.held_off():
+        with cycles_held_off():
             leaves = self._capture.flatten(state, asks_all=False)
             self._store.announce(*self._capture.expected_bytes(state, leaves))
         return leaves
@@ -536,7 +556,7 @@ class Saving:
         Raises:
             UnsupportedState: something in the state cannot be stored.
         """
-        with collector.held_off():
+        with cycles_held_off():
             leaves = self._capture.flatten(state) if leaves is None else leaves
             if not leaves.shapeless and not leaves.unasked:
                 self.background.start_planned(self._store.prepare, self._capture.prepare(state, leaves))
@@ -569,7 +589,7 @@ class Saving:
         """Take a state; see `FlashCheckpointer.save`."""
         began_s = time.perf_counter()
         self.fence()
-        with collector.held_off():
+        with cycles_held_off():
             taken = self._take(generation, state, metrics)
             if taken:
                 with taken.slot:
@@ -584,7 +604,7 @@ class Saving:
         """Take a state, what an optimizer changes in a thread; see `FlashCheckpointer.save_async`."""
         began_s = time.perf_counter()
         self.fence()
-        with collector.held_off():
+        with cycles_held_off():
             taken = self._take(generation, state, metrics, finds_stepped=True)
         if taken:
             self._begin_copy(taken)

@@ -28,7 +28,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hetstream.base import training_progress
+from hetstream.base import process
 from hetstream.base.errors import OptionsError
 from hetstream.base.files import temporary_place
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
@@ -103,7 +103,7 @@ class FlashCheckpointCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Bring the newest generation to disk."""
-        training_progress.forget()
+        process.forget()
         self._remove_folder()
         self._checkpointer.close()
 
@@ -121,7 +121,7 @@ class FlashCheckpointCallback(TrainerCallback):
 def _tell_progress(args: TrainingArguments, state: TrainerState) -> None:
     """Say how far the training is: `TrainerState` counts updates, and each takes as many batches as are accumulated."""
     batches = args.gradient_accumulation_steps
-    training_progress.tell(state.global_step * batches, state.max_steps * batches)
+    process.tell(state.global_step * batches, state.max_steps * batches)
 
 
 def _sharded_by(args: TrainingArguments, model: torch.nn.Module | None) -> str:

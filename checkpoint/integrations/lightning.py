@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils import _pytree
 
-from hetstream.base import training_progress
+from hetstream.base import process
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 
@@ -144,7 +144,7 @@ class FlashCheckpointCallback(Callback):
         self._saved_step = step
 
     def _close(self, *, keep_memory: bool) -> None:
-        training_progress.forget()
+        process.forget()
         if self._checkpointer:
             self._checkpointer.close(keep_memory=keep_memory)
             self._checkpointer = None
@@ -157,7 +157,7 @@ def _tell_progress(trainer: Trainer) -> None:
     infinite or -1: then nobody knows.
     """
     batches = trainer.accumulate_grad_batches
-    training_progress.tell(trainer.global_step * batches, trainer.estimated_stepping_batches * batches)
+    process.tell(trainer.global_step * batches, trainer.estimated_stepping_batches * batches)
 
 
 def _taken(trainer: Trainer) -> dict[str, Any]:

@@ -1,9 +1,15 @@
-"""Whether this process was forked from the one that made something. Asked at each step, so without a system call."""
+"""What a process knows of itself: whether it was forked, what it imports, its job, and how far its training loop is.
+
+Asked at each step: whether this process was forked from the one that made something, so without a system call. How far
+training is, the callbacks for frameworks tell (`checkpoint/integrations`), and loaders send it along with their own
+progress. Neither may import the other, so what both speak of is here.
+"""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import math
 import os
 import re
 import signal
@@ -12,7 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from hetstream.base.posix import realtime_signal, register_at_fork, signals
 
@@ -251,3 +259,40 @@ def other_job(name: str, environ: Mapping[str, str]) -> str:
 
 def _components(environ: Mapping[str, str]) -> set[str]:
     return {value for name, value in environ.items() if _COMPONENT_ID.fullmatch(name)}
+
+
+# A framework's word for "for ever" is a larger number.
+_MOST_STEPS = 10**12
+
+
+class TrainingProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Steps of a loader, that is batches of one rank.
+
+    Attributes:
+        done: that the training loop has taken, those before a restart among them.
+        total: that it takes in all.
+    """
+
+    done: Annotated[int, msgspec.Meta(ge=0, le=_MOST_STEPS)]
+    total: Annotated[int, msgspec.Meta(ge=1, le=_MOST_STEPS)]
+
+
+_told: TrainingProgress | None = None
+
+
+def tell(done: float, total: float) -> None:
+    """Say how far this process is. Numbers that say nothing, such as an infinite total, mean that nobody knows."""
+    global _told
+    is_known = math.isfinite(done) and done >= 0 and 1 <= total <= _MOST_STEPS
+    _told = TrainingProgress(min(int(done), int(total)), int(total)) if is_known else None
+
+
+def forget() -> None:
+    """The training loop has ended: what comes now, nobody has planned."""
+    global _told
+    _told = None
+
+
+def told() -> TrainingProgress | None:
+    """What was said last; None if nobody knows."""
+    return _told

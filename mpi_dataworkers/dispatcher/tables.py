@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hetstream.base.training_progress import TrainingProgress
+from hetstream.base.process import TrainingProgress
 from hetstream.mpi_dataworkers.dispatcher.events import Event
 from hetstream.mpi_dataworkers.order.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.failures import StepFailures

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from hetstream.base.training_progress import told
+from hetstream.base.process import told
 from hetstream.mpi_dataworkers.loader.process_connection import REPORT_S
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer, Window

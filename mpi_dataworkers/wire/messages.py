@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from hetstream.base.training_progress import TrainingProgress
+from hetstream.base.process import TrainingProgress
 
 # What loader, dispatcher and data worker talk about: orders, sessions, programs, failures. Holds no logic.
 

@@ -20,9 +20,8 @@ from hetstream.base.files import Directory, make_private
 from hetstream.base.process import with_job
 from hetstream.base.text import duration_words, printable, size_words
 from hetstream.checkpoint.config import DIRECTORY, NO_JOB
-from hetstream.checkpoint.disk.checkpoint import Checkpoint, Partial
 from hetstream.checkpoint.disk.commit import problem_of_latest
-from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory, Partial
 from hetstream.checkpoint.disk.rank_file import bounded
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint
 from hetstream.checkpoint.memory.store_files import StoreFiles, WriterStatus

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.text import printable, size_words
-from hetstream.checkpoint.disk.checkpoint import Checkpoint
+from hetstream.checkpoint.disk.directory import Checkpoint
 from hetstream.checkpoint.disk.rank_file import bounded
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.slurm_plugin.cli.ckpt import as_fields, existing
@@ -40,7 +40,7 @@ def add_ckpt_verify_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read them, newest first, and say how each is."""
     # Here, as without torch there is no checkpoint to read, and all the same a parser, completion and man pages.
-    from hetstream.checkpoint.flash.source import check_readable
+    from hetstream.checkpoint.flash.sources import check_readable
 
     directory = existing(args.directory)
     chosen = [checkpoint for checkpoint in directory.scan() if args.step in (None, checkpoint.generation.step)]

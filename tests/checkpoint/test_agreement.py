@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.checkpoint.record.agreement import Offer, OfferedRecord, Replica, choose_generation, on_its_way
 from hetstream.checkpoint.record.layout import Generation
-from hetstream.checkpoint.record.lineage import Lineage
+from hetstream.checkpoint.record.lineage import Lineage, Offer, OfferedRecord, Replica, choose_generation, on_its_way
 
 
 def offer(memory: Sequence[tuple[int, ...]] = (), disk: Sequence[tuple[int, ...]] = (), world_size: int = 2) -> Offer:

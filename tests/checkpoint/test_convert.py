@@ -19,8 +19,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hetstream.checkpoint.convert.dcp import detect
-from hetstream.checkpoint.convert.torch_file import load_torch, plain
-from hetstream.checkpoint.convert.weights import Content, load_safetensors, read_dcp, reading, write_state
+from hetstream.checkpoint.convert.weights import (
+    Content,
+    load_safetensors,
+    load_torch,
+    plain,
+    read_dcp,
+    reading,
+    write_state,
+)
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import JobIdentity

@@ -30,7 +30,7 @@ from hetstream.checkpoint.errors import (
     StateMismatch,
     UnsupportedState,
 )
-from hetstream.checkpoint.flash import source
+from hetstream.checkpoint.flash import sources
 from hetstream.checkpoint.flash.ranks import Alone
 from hetstream.checkpoint.flash.saving import Copier
 from hetstream.checkpoint.memory.segment import Segment
@@ -125,8 +125,8 @@ def test_what_is_in_memory_is_read_before_a_restore_asks_and_used_only_while_it_
         checkpointer.save(1, state_of(1))
         checkpointer.close(keep_memory=True)
     read = []
-    described = source._described
-    monkeypatch.setattr(source, "_described", lambda segment: read.append(1) or described(segment))
+    described = sources._described
+    monkeypatch.setattr(sources, "_described", lambda segment: read.append(1) or described(segment))
     for step_after in (None, 2):
         with make() as checkpointer:
             checkpointer._saving.background.wait()

@@ -26,7 +26,7 @@ from hetstream.checkpoint.config import environment_of_writer, job_and_component
 from hetstream.checkpoint.disk import ownership, rank_file
 from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, StateMismatch, UnsupportedState
 from hetstream.checkpoint.flash.saving import Capture, Copier, Saving
-from hetstream.checkpoint.flash.source import MemorySource
+from hetstream.checkpoint.flash.sources import MemorySource
 from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity

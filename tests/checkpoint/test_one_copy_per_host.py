@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hetstream.checkpoint.errors import NoCheckpoint
-from hetstream.checkpoint.flash.host import Host
-from hetstream.checkpoint.flash.source import MemorySource
+from hetstream.checkpoint.flash.ranks import Host
+from hetstream.checkpoint.flash.sources import MemorySource
 from hetstream.checkpoint.memory.view import find_stores
 from tests.checkpoint.programs.host_ranks import SIZE, came_to, trained
 

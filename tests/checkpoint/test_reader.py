@@ -24,8 +24,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
 from hetstream.checkpoint.flash import candidates
-from hetstream.checkpoint.flash.source import DiskSource
-from hetstream.checkpoint.flash.sources import StoredPart
+from hetstream.checkpoint.flash.sources import DiskSource, StoredPart
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.base.users import run_as

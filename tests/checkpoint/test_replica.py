@@ -20,11 +20,10 @@ from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.record.agreement import Offer, OfferedRecord, Replica, choose_generation
 from hetstream.checkpoint.record.layout import Generation, checksum
-from hetstream.checkpoint.replica import rendezvous
-from hetstream.checkpoint.replica.service import ReplicaService, for_others
-from hetstream.checkpoint.replica.trainer import TrainerReplicas
+from hetstream.checkpoint.record.lineage import Offer, OfferedRecord, Replica, choose_generation
+from hetstream.checkpoint.replica import wire
+from hetstream.checkpoint.replica.service import ReplicaService, TrainerReplicas, for_others
 from hetstream.checkpoint.replica.wire import (
     ReplicaChannel,
     ReplicaReply,
@@ -116,13 +115,13 @@ class Keeper:
         return StoreFiles(self.store.path)
 
     @property
-    def endpoint(self) -> rendezvous.Endpoint:
-        found = rendezvous.find(self.directory, 1, 1)
+    def endpoint(self) -> wire.Endpoint:
+        found = wire.find(self.directory, 1, 1)
         assert found
         return found
 
     def connect(self) -> ReplicaChannel:
-        return ReplicaChannel.connect(self.endpoint, rendezvous.read_key(self.directory, 1))
+        return ReplicaChannel.connect(self.endpoint, wire.read_key(self.directory, 1))
 
     def keep(self, source: Store, spoil: Callable[[ReplicaChannel, Segment], None] | None = None) -> ReplicaReply:
         """Send the newest generation of a store, in the way of a checkpoint writer or in another."""
@@ -161,7 +160,7 @@ def open_store(path: Path, rank: int) -> Store:
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
     directory = tmp_path / "ckpt"
     directory.mkdir()
-    rendezvous.make_key(directory, 1)
+    wire.make_key(directory, 1)
     with open_store(tmp_path / "host-1", 1) as store:
         order = order_of(HOSTS, 1, 1)
         # Its own rank has nothing to send; the peer is not there.
@@ -350,7 +349,7 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
 ) -> None:
     save(source, 10)
     assert keeper.keep(source) == ReplicaReply()
-    monkeypatch.setattr("hetstream.checkpoint.replica.trainer._LISTED_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("hetstream.checkpoint.replica.service._LISTED_TIMEOUT_S", 0.2)
     with open_store(tmp_path / "host-2", 0) as store:
         replicas = TrainerReplicas(keeper.directory, 0)
         replicas.arrange(store, HOSTS, 1)
@@ -402,16 +401,16 @@ def test_without_replicas_nothing_of_them_stays(keeper: Keeper, source: Store) -
 
 
 def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
-    rendezvous.make_key(tmp_path, 1)
+    wire.make_key(tmp_path, 1)
     (path,) = (tmp_path / "replicas").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o640)
     with pytest.raises(ForeignOwner):
-        rendezvous.read_key(tmp_path, 1)
-    rendezvous.make_key(tmp_path, 2)
+        wire.read_key(tmp_path, 1)
+    wire.make_key(tmp_path, 2)
     with pytest.raises(ReplicaError):
-        rendezvous.read_key(tmp_path, 1)
-    rendezvous.remove_key(tmp_path, 2)
+        wire.read_key(tmp_path, 1)
+    wire.remove_key(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -460,7 +459,7 @@ class Pair:
 @pytest.fixture
 def pair(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Pair]:
     (tmp_path / "ckpt").mkdir()
-    rendezvous.make_key(tmp_path / "ckpt", 1)
+    wire.make_key(tmp_path / "ckpt", 1)
     with contextlib.ExitStack() as undo:
         made = Pair(tmp_path, wait_until, undo)
         made.trainer(0)
@@ -485,7 +484,7 @@ def test_writers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
         stdin.close()
     assert [writer.wait(TIMEOUT_S) for writer in writers] == [0, 0]
     assert find_stores([pair.path / "host-0", pair.path / "host-1"]) == []
-    rendezvous.remove_key(pair.directory, 1)
+    wire.remove_key(pair.directory, 1)
     assert not (pair.directory / "replicas").exists()
 
 

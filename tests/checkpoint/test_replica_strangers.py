@@ -14,10 +14,10 @@ import pytest
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity
 from hetstream.checkpoint.record.layout import Generation
-from hetstream.checkpoint.replica import rendezvous, wire
-from hetstream.checkpoint.replica.rendezvous import Endpoint
+from hetstream.checkpoint.replica import wire
+from hetstream.checkpoint.replica import wire as rendezvous
 from hetstream.checkpoint.replica.service import _MAX_UNKNOWN, ReplicaService
-from hetstream.checkpoint.replica.wire import ReplicaChannel, ReplicaReply, ReplicaRequest, order_of
+from hetstream.checkpoint.replica.wire import Endpoint, ReplicaChannel, ReplicaReply, ReplicaRequest, order_of
 
 TIMEOUT_S = 20.0
 # Loopback addresses of the crowd; a peer comes from 127.0.0.1.

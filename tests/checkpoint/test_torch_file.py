@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetstream.checkpoint.convert.torch_file import save_torch
+from hetstream.checkpoint.convert.weights import save_torch
 from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.tensors.leaves import DTYPES
 from tests.checkpoint.mounted import mounted_memory

@@ -27,7 +27,7 @@ from hetstream.checkpoint.memory.store_files import FALLBACK
 from hetstream.checkpoint.memory.view import places
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
-from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.replica import wire
 from hetstream.slurm_plugin.cli import main
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.checkpoint.parts import write_checkpoint
@@ -262,7 +262,7 @@ def test_no_training_begins_where_others_can_write(common_place: Path, mode: int
             with pytest.raises(ForeignOwner, match="others can write to"):
                 act()
         with pytest.raises(UntrustedFile, match="others can write to"):
-            rendezvous.make_key(directory, 1)
+            wire.make_key(directory, 1)
 
     run_as(VICTIM, begin)
     if mode & 0o002:
@@ -362,10 +362,10 @@ def test_planted_files_of_the_directory_itself_are_not_written_through(directory
 
     for act in (
         lambda: place.acquire(ME),
-        lambda: rendezvous.make_key(directory, 1),
+        lambda: wire.make_key(directory, 1),
         lambda: commit.clean_up(directory),
         place.release,
-        lambda: rendezvous.remove_key(directory, 1),
+        lambda: wire.remove_key(directory, 1),
     ):
         attempt(act)
     assert all("link" in one for one in refusals)

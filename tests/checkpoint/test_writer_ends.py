@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.flash import writer_link
-from hetstream.checkpoint.flash.writer_link import WriterLink
+from hetstream.checkpoint.flash import storage
+from hetstream.checkpoint.flash.storage import WriterLink
 from hetstream.checkpoint.memory.view import StoreView
 from hetstream.checkpoint.persist.writer import spawn_writer
 from tests.checkpoint.processes import end_process
@@ -131,8 +131,8 @@ def test_writers_that_die_one_after_the_other_are_started_less_and_less_often(mo
         started.append(clock[0] - 1000.0)
         return SimpleNamespace(poll=lambda: 1, returncode=1)
 
-    monkeypatch.setattr(writer_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(writer_link, "spawn_writer", spawn)
+    monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(storage, "spawn_writer", spawn)
     link = WriterLink(OfNobody(), Path("ckpt"))  # type: ignore[arg-type]
     link.start(job_has_writer=False)
     while clock[0] < 1200.0:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from hetstream.base import training_progress
-from hetstream.base.training_progress import TrainingProgress
+from hetstream.base import process
+from hetstream.base.process import TrainingProgress
 from hetstream.hetjob.elastic.step_terms import UsualLength, Work, remaining
 from hetstream.hetjob.measured import MOST, RemainingWork
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus
@@ -90,7 +90,7 @@ def test_a_usual_length_that_is_none_is_refused(share: float) -> None:
     ],
 )
 def test_what_a_framework_says(done: float, total: float, known: TrainingProgress | None) -> None:
-    training_progress.tell(done, total)
-    assert training_progress.told() == known
-    training_progress.forget()
-    assert training_progress.told() is None
+    process.tell(done, total)
+    assert process.told() == known
+    process.forget()
+    assert process.told() is None

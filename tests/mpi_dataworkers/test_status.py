@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hetstream import DataLoader
 from hetstream.base.errors import ConfigError
+from hetstream.base.process import TrainingProgress
 from hetstream.base.prometheus import MetricsServer
-from hetstream.base.training_progress import TrainingProgress
 from hetstream.mpi_dataworkers.dispatcher import server as dispatcher_server
 from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.dispatcher.events import DataWorkersChanged

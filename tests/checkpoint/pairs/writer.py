@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from hetstream import FlashCheckpointer
-from hetstream.checkpoint.flash.writer_link import WriterLink
+from hetstream.checkpoint.flash.storage import WriterLink
 
 STARTS = "SIGTERM to the writer as it starts, SIGKILL to all ranks"
 ENDS = "SIGTERM to the writer, SIGKILL to all ranks as it ends"

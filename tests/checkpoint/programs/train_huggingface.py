@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hetstream.base.training_progress import told
+from hetstream.base.process import told
 from hetstream.checkpoint.integrations.huggingface import FlashCheckpointCallback
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from hetstream import DataLoader
-from hetstream.base.training_progress import told
+from hetstream.base.process import told
 from hetstream.checkpoint.integrations.lightning import FlashCheckpointCallback
 
 

@@ -154,7 +154,7 @@ docs:
 # A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.
 packages: venv
 	rm -rf dist
-	$(BIN)/pip --python $(PYTHON) wheel -q --disable-pip-version-check -w dist '.[man]'
+	$(BIN)/pip --python $(PYTHON) wheel -q --disable-pip-version-check -w dist .
 	$(BIN)/python slurm_plugin/packaging/recipes.py dist $$(command -v $(PYTHON))
 
 # What the tests of later releases read: once, before the version goes up.

@@ -157,7 +157,9 @@ def _only_one(places: Iterable[Path]) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UsageError(f"several services run: name one of {', '.join(str(path.parent) for path in found)}")
+        names = (path.parent.name.removeprefix("job-") for path in found)
+        each = (name if name.isdigit() else str(path.parent) for name, path in zip(names, found, strict=True))
+        raise UsageError(f"which one? {len(found)} run here: {', '.join(each)}. All of yours: hetstream job --me")
     raise UsageError(
         "no running service found: no job was submitted from this directory and no `hetstream run` runs on this host. "
         "Name a job id, a job's directory, or --service file:PATH"

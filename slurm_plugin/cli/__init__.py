@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse_option(parser: argparse.ArgumentParser, word: str) -> int:
     """Say what a user may have meant by an option that a verb does not have, with the verb's own usage."""
     known = [option for option in vars(parser)["_option_string_actions"] if option.startswith("--")]
-    near = get_close_matches(word, known, n=2)
+    near = get_close_matches(word, known, n=2, cutoff=0.75)
     parser.print_usage(sys.stderr)
     advice = f"Did you mean {' or '.join(near)}?" if near else f"See: {parser.prog} --help"
     print(f"{parser.prog}: {printable(shortened(word, 40))} is not known here. {advice}", file=sys.stderr)

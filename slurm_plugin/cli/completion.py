@@ -1,4 +1,6 @@
-"""`hetstream completion`, and the man pages of `hetstream site install`: shtab and argparse-manpage read the parsers.
+"""`hetstream completion`, and man pages: shtab and argparse-manpage read the parsers.
+
+A wheel brings both (`packaging/documents.py` makes them when it is built); `hetstream site install` places them.
 
 Verbs that hand their words on (`sbatch`, `convert`, `migrate`) have no options in argparse's eyes: here they get those
 that they take, beside sbatch's own.
@@ -10,6 +12,7 @@ import argparse
 import contextlib
 import io
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import hetstream
@@ -64,7 +67,13 @@ def completion(shell: str) -> str:
     return str(shtab.complete(parser, shell))
 
 
-def man_pages() -> dict[str, str]:
+def installed_man_pages() -> dict[str, str]:
+    """Those that the wheel has brought: roff text by file name. None in an editable install."""
+    files = metadata.files("hetstream") or ()
+    return {file.name: Path(file.locate()).read_text() for file in files if file.parent.name == "man1"}
+
+
+def man_pages(version: str = hetstream.__version__) -> dict[str, str]:
     """The manual of the command and of each of its verbs, in section 1: roff text by file name.
 
     Raises:
@@ -80,7 +89,7 @@ def man_pages() -> dict[str, str]:
         # The command's own page names its verbs, and leaves their options to their pages.
         page = Manpage(verbs[verb] if verb else build_parser(""))
         page.prog = f"hetstream-{verb}" if verb else "hetstream"
-        page.date, page.source, page.manual = "", f"hetstream {hetstream.__version__}", "User Commands"
+        page.date, page.source, page.manual = "", f"hetstream {version}", "User Commands"
         page.description = VERBS[verb] if verb else "CPU data workers for GPU jobs on Slurm"
         # Ragged right: between options as long as these there is nothing to stretch.
         pages[f"{page.prog}.1"] = str(page).replace("\n.SH NAME", "\n.ad l\n.SH NAME", 1)

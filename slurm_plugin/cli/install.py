@@ -18,7 +18,7 @@ from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
 from hetstream.hetjob.site.site_file import site_value
-from hetstream.slurm_plugin.cli.completion import SHELLS, completion, man_pages
+from hetstream.slurm_plugin.cli.completion import SHELLS, completion, installed_man_pages, man_pages
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client import pyslurm_backend
 from hetstream.slurm_plugin.client.model import Snapshot
@@ -75,7 +75,7 @@ it is /etc/hetstream/policy.lua),
 lib/systemd/system/hetstream-exporter.service and hetstreamd.service with etc/hetstream/exporter.env and daemon.env,
 share/hetstream/prolog (scripts for nodes whose GPUs are shared), hetstream-gpu.service, hetstream-gpu-report.service
 and hetstream-packer.service with etc/hetstream/packing.env,
-share/bash-completion, share/zsh, share/fish, and with the extra hetstream[man] share/man/man1. No service is started.
+share/bash-completion, share/zsh, share/fish and share/man/man1. No service is started.
 With --slurm-dir, cli_filter.lua and job_submit.lua there load the modules. A site's own file of that name is moved to
 NAME.site.lua, which the new one loads first; uninstall moves it back.
 
@@ -125,7 +125,7 @@ def run_install(args: argparse.Namespace) -> int:
     files, hooks = planned(prefix, args.slurm_dir.absolute() if args.slurm_dir else None, program)
     actions = install(prefix, files, hooks, dry_run=args.dry_run)
     has_pages = any(path.suffix == ".1" for path in files)
-    notes = [] if has_pages else ["no man pages were made: pip install 'hetstream[man]', and install again"]
+    notes = [] if has_pages else ["no man pages were made: pip install argparse-manpage, and install again"]
     notes += [*_notes(prefix, args.slurm_dir, actions), *closed_notes([Path(own_program()[0]), Path(sys.base_prefix)])]
     report("install", actions, notes, args)
     return 0
@@ -169,11 +169,13 @@ def planned(
 
 
 def documents(prefix: Path) -> dict[Path, str]:
-    """Completion for each shell, and man pages of every verb where what makes them is installed."""
+    """Completion for each shell, and the man pages: those of the wheel, or made here where this is a checkout."""
     files = {prefix / path: completion(shell) + "\n" for shell, path in SHELLS.items()}
-    with suppress(ModuleNotFoundError):
-        files |= {prefix / "share/man/man1" / name: text for name, text in man_pages().items()}
-    return files
+    pages = installed_man_pages()
+    if not pages:
+        with suppress(ModuleNotFoundError):
+            pages = man_pages()
+    return files | {prefix / "share/man/man1" / name: text for name, text in pages.items()}
 
 
 def report(verb: str, actions: list[Action], notes: list[str], args: argparse.Namespace) -> None:

@@ -127,7 +127,7 @@ def test_a_service_is_found_by_name_number_directory_or_alone(tmp_path: Path, mo
     link.symlink_to(other)
     assert find() == other / "address", "a link is no service: anybody may have made it"
     (first / "address").touch()
-    with pytest.raises(UsageError, match="several services run"):
+    with pytest.raises(UsageError, match="which one"):
         find()
     with pytest.raises(UsageError, match="not both"):
         find("12", "file:/a/b")

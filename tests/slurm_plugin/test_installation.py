@@ -286,7 +286,7 @@ def test_without_what_makes_man_pages_the_others_are_placed_and_a_note_says_so(
     machine.install()
     assert not (machine.prefix / "share/man").exists()
     assert (machine.prefix / SHELLS["zsh"]).exists()
-    assert "no man pages were made: pip install 'hetstream[man]', and install again" in capsys.readouterr().err
+    assert "no man pages were made: pip install argparse-manpage, and install again" in capsys.readouterr().err
 
 
 @pytest.mark.shows("`install` and `uninstall` are idempotent, with dry run, JSON, man pages and completion")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hetstream.slurm_plugin.cli.completion import SHELLS, man_pages
 from hetstream.slurm_plugin.submit import program
 from tests.programs import needs
 
@@ -158,12 +159,15 @@ def version_of(dist: Path) -> str:
 def test_the_wheel_holds_every_file(dist: Path) -> None:
     with zipfile.ZipFile(wheel_in(dist)) as archive:
         names = set(archive.namelist())
-    data = f"hetstream-{version_of(dist)}.data/data/share/hetstream/templates/"
+    share = f"hetstream-{version_of(dist)}.data/data/share/"
+    data = share + "hetstream/templates/"
     folders = ("slurm_plugin", "hetjob", "mpi_dataworkers", "checkpoint")
     ours = {f"hetstream/{name}" for name in tracked(*folders)} | set(tracked("hetstream"))
     wanted = {name for name in ours if not name.startswith("hetstream/slurm_plugin/packaging/")}
     wanted -= {f"hetstream/{folder}" for folder in folders}  # links in the checkout, and folders in the wheel
     wanted |= {data + name.removeprefix("sbatch_templates/") for name in tracked("sbatch_templates")}
+    wanted |= {share + path.removeprefix("share/") for path in SHELLS.values()}
+    wanted |= {f"{share}man/man1/{name}" for name in man_pages()}
     metadata = {name for name in names if name.startswith(f"hetstream-{version_of(dist)}.dist-info/")}
     assert names - metadata == wanted
     assert "hetstream/py.typed" in names
@@ -171,6 +175,24 @@ def test_the_wheel_holds_every_file(dist: Path) -> None:
     assert {
         f"{plugin}/{name}" for name in ("lua/cli_filter.lua", "lua/policy.lua", "dashboard.json", "alerts.yml")
     } < names
+
+
+@pytest.mark.shows("a wheel, an RPM and an EasyBuild module have every file that runs")
+@pytest.mark.slow
+def test_the_source_archive_makes_the_same_wheel(dist: Path, tmp_path: Path) -> None:
+    pip, python = Path(sys.executable).with_name("pip"), tmp_path / "venv/bin/python"
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    run(pip, "--python", python, "install", "-q", "hatchling", "hatch-vcs")
+    run(python, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    run(pip, "--python", SYSTEM_PYTHON, "wheel", "-q", "--no-deps", "-w", tmp_path, archive)
+    assert contents(wheel_in(tmp_path)) == contents(wheel_in(dist))
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """The files of a wheel, each with the checksum of its bytes."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {info.filename: info.CRC for info in archive.infolist()}
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +225,12 @@ def test_the_wheel_works_in_a_fresh_environment(dist: Path, fresh: Path, tmp_pat
     assert "data workers" in run(hetstream, "--help", env=env, cwd=tmp_path)
     assert run(hetstream, "--version", env=env, cwd=tmp_path) == f"hetstream {version_of(dist)}\n"
     assert run(fresh / "bin/hetstreamd", "--help", env=env, cwd=tmp_path).startswith("usage: hetstream site daemon")
+    # Completion and man pages are there as the package is; a site's copies are the same.
+    installed = {path: (fresh / path).read_text() for path in SHELLS.values()}
+    installed |= {path: (fresh / path).read_text() for path in (f"share/man/man1/{name}" for name in man_pages())}
+    run(hetstream, "site", "install", "--prefix", tmp_path / "copies", env=env, cwd=tmp_path)
+    assert {path: (tmp_path / "copies" / path).read_text() for path in installed} == installed
+    assert installed[SHELLS["bash"]] == run(hetstream, "completion", "bash", env=env, cwd=tmp_path)
     planned = run(hetstream, "site", "install", "--prefix", tmp_path / "usr", "--dry-run", env=env, cwd=tmp_path)
     assert f"would create {tmp_path}/usr/share/hetstream/lua/cli_filter.lua\n" in planned
     (tmp_path / "train.py").write_text(QUICK_START)

@@ -681,42 +681,53 @@ def record(suite: Suite, files: Iterable[str]) -> None:
     RECORDED.write_text(json.dumps(recorded() | {suite.name: entry}, indent=1, sort_keys=True) + "\n")
 
 
+def _total(suite: Suite) -> str:
+    """Of all files of a suite, as cells, how many tests have each outcome."""
+    counted: Counter[str] = Counter()
+    for outcomes in expected(suite.name).values():
+        counted.update(count(outcomes))
+    return " | ".join(str(counted[outcome]) for outcome in ("passed", "failed", "excluded", "skipped"))
+
+
+def _steps(suite: Suite, runs: Mapping[str, dict[str, Any]]) -> list[str]:
+    """As cells, how many steps of it data workers made, how many were compared, and how many differed."""
+    if suite.data_workers is None or suite.name not in runs:
+        return ["", "", ""]
+    run = runs[suite.name]
+    number = sum(run.get("streamed_steps", {}).values())
+    made = str(number) if number >= _FEW_STEPS else f"{number}, hollow"
+    if suite.stays_local:
+        made = f"{number}, hollow: {suite.stays_local}"
+    compared, differed = (
+        str(sum(run[what].values())) if what in run else "not counted" for what in ("compared_steps", "differing_steps")
+    )
+    if suite.differs and differed not in ("0", "not counted"):
+        differed += f": {suite.differs}"
+    return [made, compared, differed]
+
+
 def tables() -> str:
     """The part of the document that follows from the stored expectations."""
-    lines = ["| suite | file | passed | failed | excluded | skipped |", "|---|---|---|---|---|---|"]
     known = [suite for suite in SUITES.values() if suite.expectation.exists()]
-    for suite in known:
-        for file, outcomes in expected(suite.name).items():
-            numbers = count(outcomes)
-            cells = (suite.title, f"`{file}`", *map(str, numbers.values()))
-            lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| suite | last run as a whole | steps that data workers made | compared | differed | with |"]
-    lines.append("|---|---|---|---|---|---|")
     runs = recorded()
-    for name in (suite.name for suite in known if suite.name in runs and not suite.name.endswith(_CHECKPOINT_SUITES)):
-        number = sum(runs[name].get("streamed_steps", {}).values())
-        steps = str(number) if number >= _FEW_STEPS else f"{number}, hollow"
-        if SUITES[name].stays_local:
-            steps = f"{number}, hollow: {SUITES[name].stays_local}"
-        elif SUITES[name].data_workers is None:
-            steps = ""
-        compared, differed = (
-            str(sum(runs[name][count].values())) if count in runs[name] else "" if steps == "" else "not counted"
-            for count in ("compared_steps", "differing_steps")
-        )
-        if SUITES[name].differs and differed not in ("", "0", "not counted"):
-            differed += f": {SUITES[name].differs}"
-        lines.append(
-            f"| {name} | {runs[name]['date']} | {steps} | {compared} | {differed} | {runs[name]['versions']} |"
-        )
-    lines += ["", "| suite | last run as a whole | saves by hetstream | restores | with |", "|---|---|---|---|---|"]
-    for name in (suite.name for suite in known if suite.name in runs and suite.name.endswith(_CHECKPOINT_SUITES)):
+    lines = [
+        "| suite | tests of it | passed | failed | excluded | skipped | steps of data workers | compared | differed |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for suite in (suite for suite in known if not suite.name.endswith(_CHECKPOINT_SUITES)):
+        lines.append(f"| {suite.name} | {suite.title} | {_total(suite)} | {' | '.join(_steps(suite, runs))} |")
+    lines += ["", "| suite | tests of it | passed | failed | excluded | skipped | saves by hetstream | restores |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for suite in (suite for suite in known if suite.name.endswith(_CHECKPOINT_SUITES)):
         cells = ["", ""]
-        if SUITES[name].checkpoints:
-            counts = runs[name]["checkpoints"].values()
+        if suite.checkpoints and suite.name in runs:
+            counts = runs[suite.name]["checkpoints"].values()
             numbers = [sum(of_file[what] for of_file in counts) for what in ("save", "restore")]
             cells = [str(number) if number >= _FEW_CHECKPOINTS else f"{number}, hollow" for number in numbers]
-        lines.append(f"| {name} | {runs[name]['date']} | {' | '.join(cells)} | {runs[name]['versions']} |")
+        lines.append(f"| {suite.name} | {suite.title} | {_total(suite)} | {' | '.join(cells)} |")
+    dates = sorted({run["date"] for run in runs.values()})
+    versions = {version: None for run in runs.values() for version in run["versions"].split(", ")}
+    lines += ["", f"Run between {dates[0]} and {dates[-1]} with {', '.join(versions)}."] if dates else []
     for suite in known:
         named = [(file, name, one) for file, outcomes in expected(suite.name).items() for name, one in outcomes.items()]
         plain = expected(suite.plain) if suite.plain else {}

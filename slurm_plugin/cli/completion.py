@@ -1,6 +1,6 @@
 """`hetstream completion`, and man pages: shtab and argparse-manpage read the parsers.
 
-A wheel brings both (`packaging/documents.py` makes them when it is built); `hetstream site install` places them.
+A wheel brings both (a hook of the build makes them); `hetstream site install` places them.
 
 Verbs that hand their words on (`sbatch`, `convert`, `migrate`) have no options in argparse's eyes: here they get those
 that they take, beside sbatch's own.

@@ -9,7 +9,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class Documents(BuildHookInterface):  # type: ignore[misc]  # hatchling is there while a wheel is built
+class Documents(BuildHookInterface):
     """Writes them to a directory of its own, from which the wheel takes them."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

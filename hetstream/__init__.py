@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.hetjob.master.local import data_workers as data_workers
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator as numpy_sample_generator
     from hetstream.mpi_dataworkers.generators import sample_generator as sample_generator
+    from hetstream.mpi_dataworkers.images.folder import ImageFolder as ImageFolder
+    from hetstream.mpi_dataworkers.images.recipes import EvaluationRecipe as EvaluationRecipe
+    from hetstream.mpi_dataworkers.images.recipes import TrainingRecipe as TrainingRecipe
     from hetstream.mpi_dataworkers.loader.data_loader import DataLoader as DataLoader
     from hetstream.mpi_dataworkers.loader.mixing import mix as mix
     from hetstream.mpi_dataworkers.order.data_state import merge_states as merge_states
@@ -44,12 +47,15 @@ else:
         "CheckpointReader": "checkpoint.flash.reader",
         "CheckpointStats": "checkpoint.flash.options",
         "DataLoader": "mpi_dataworkers.loader.data_loader",
+        "EvaluationRecipe": "mpi_dataworkers.images.recipes",
         "Every": "checkpoint.policy.interval",
         "FlashCheckpointer": "checkpoint.flash.checkpointer",
         "HetstreamError": "base.errors",
+        "ImageFolder": "mpi_dataworkers.images.folder",
         "LoadedCheckpoint": "checkpoint.flash.destinations",
         "Retention": "checkpoint.policy.retention",
         "ShardingPolicy": "mpi_dataworkers.order.visitation",
+        "TrainingRecipe": "mpi_dataworkers.images.recipes",
         "Visitation": "mpi_dataworkers.order.visitation",
         "data_workers": "hetjob.master.local",
         "merge_states": "mpi_dataworkers.order.data_state",

@@ -123,6 +123,7 @@ ROWS: dict[str, dict[str, str]] = {
         "tests/devcluster/supervisor.py": "_is_ready",
     },
     "installed": {
+        "mpi_dataworkers/images/decoder.py": "_native",
         "hetstream/base/installed.py": "_requirement*2",
         "slurm_plugin/cli/report.py": "run_exporter",
         "slurm_plugin/cli/install.py": "planned*2",
@@ -165,6 +166,7 @@ ROWS: dict[str, dict[str, str]] = {
             "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows _opened"
         ),
         "mpi_dataworkers/sources/hdf5.py": "_open",
+        "mpi_dataworkers/images/folder.py": "ImageFolder.__init__ ImageFolder._images ImageFolder.transform",
         "mpi_dataworkers/sources/images.py": "ImageFolder._refuse_empty_classes _images decode",
         "slurm_plugin/cli/submit.py": "_read_script run_convert",
         "slurm_plugin/cli/cluster_source.py": "read_text",
@@ -177,6 +179,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "descriptor": {
         "checkpoint/flash/sources.py": "_open_shared",
+        "mpi_dataworkers/images/decoder.py": "_decodes_as_pillow make_image",
         "checkpoint/flash/candidates.py": "RestoreTrial._prepare*2",
         "checkpoint/persist/store_writer.py": "StoreWriter.advance",
         "hetjob/gpu/orders.py": "make_orders make_work",
@@ -210,7 +213,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/master/local.py": "LocalLauncher.last_words",
         "mpi_dataworkers/process/children.py": "keep_apart",
         "hetjob/job/processes.py": "_is_nobodys*2 remove_leftovers*2 temporary_directory*5",
-        "mpi_dataworkers/features/native.py": "_compiled _loaded library",
+        "mpi_dataworkers/compiling.py": "compiled*3",
         "mpi_dataworkers/gpu_features/triton_cache.py": "_of_this_process _private _remove _why_not",
         "mpi_dataworkers/partitioner/unmodified.py": "_explain",
         "slurm_plugin/cli/explain.py": "_findings*3",

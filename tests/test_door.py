@@ -139,12 +139,13 @@ import numpy as np
 from hetstream import *
 from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop, decode
 from hetstream.mpi_dataworkers.sources.tables import CsvDataset, ParquetDataset
-import hetstream.mpi_dataworkers.gpu_features.corun, hetstream.slurm_plugin.coordinator.server
+import hetstream, hetstream.mpi_dataworkers.gpu_features.corun, hetstream.slurm_plugin.coordinator.server
 
 loader = DataLoader([1.0, 2.0, 3.0], batch_size=3)
 print([batch.tolist() for batch in loader])
 for read in (
     lambda: ImageFolder("."),
+    lambda: hetstream.ImageFolder(".", EvaluationRecipe()),
     lambda: decode(Path("x.png")),
     lambda: ParquetDataset("x.parquet", {{"a": "int64"}}),
     lambda: RandomResizedCrop(4)(np.zeros((8, 8, 3), np.uint8)),
@@ -161,6 +162,7 @@ def test_optional_packages_are_needed_by_what_uses_them_alone(tmp_path: Path) ->
     (tmp_path / "x.parquet").write_bytes(b"none")
     assert run(WITHOUT, cwd=tmp_path).splitlines() == [
         "[[1.0, 2.0, 3.0]]",
+        "ImportError images need Pillow",
         "ImportError images need Pillow",
         "ImportError images need Pillow",
         "ImportError Parquet files need pyarrow",

@@ -56,7 +56,7 @@ class ImageFolder:
         label_of: Callable[[str], str] | None = None,
         transform: Callable[[npt.NDArray[np.uint8]], Any] | None = None,
     ) -> None:
-        _pillow()
+        pillow_image()
         # Absolute, because a data worker may run in another directory.
         self.root = Path(root).absolute()
         self.transform = transform
@@ -118,7 +118,7 @@ class ImageFolder:
             raise SourceError.of(self.root, f"class folder without an image: {', '.join(empty)}. Remove it or fill it")
 
 
-def _pillow() -> Any:
+def pillow_image() -> Any:
     """Pillow's `Image`, from where images are decoded: loaders and data workers of all other data do without it.
 
     Raises:
@@ -137,7 +137,7 @@ def decode(path: Path) -> npt.NDArray[np.uint8]:
     Raises:
         SourceError: The file is missing, truncated, no image, or has more than 8 bits a channel.
     """
-    pillow = _pillow()
+    pillow = pillow_image()
     try:
         with pillow.open(path) as image:
             if image.mode.startswith(_DEEP_MODES):
@@ -210,7 +210,7 @@ class RandomResizedCrop:
         height, width = image.shape[:2]
         draw = sample_generator() if makes_sample() else random.Random(random.getrandbits(64))
         left, top, part_width, part_height = self._part(width, height, draw)
-        pillow = _pillow()
+        pillow = pillow_image()
         part = pillow.fromarray(np.ascontiguousarray(image[top : top + part_height, left : left + part_width]))
         scaled = np.array(part.resize((self.size, self.size), pillow.Resampling.BILINEAR))
         return np.ascontiguousarray(scaled[:, ::-1]) if draw.random() < self.flip else scaled

@@ -1,0 +1,1 @@
+"""Photographs as a dataset: `ImageFolder` reads, decodes, crops, resizes and normalises them in one pass."""

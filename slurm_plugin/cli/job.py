@@ -486,6 +486,14 @@ def _logs(directory: Directory) -> Iterator[Path]:
         print(f"logs of checkpoint writers are not shown: {printable(str(error))}", file=sys.stderr)
 
 
+_STEP_ENDED = "(Slurm has ended the step)"
+# Where a step ends for a reason of its own, such as its time limit, slurmstepd's line goes on with it.
+_ENDED_WITH_ITS_JOB = re.compile(
+    r"srun: Job step aborted: Waiting up to .*|srun: got SIGCONT|srun: forcing job termination"
+    r"|slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
+)
+
+
 def _named(directory: Directory) -> Iterator[Path]:
     return (Path(name) for name in directory.names() if name.endswith(".log") and not directory.has_directory(name))
 
@@ -503,7 +511,19 @@ def _last_lines(directory: Directory, log: Path, num_lines: int | None) -> list[
         lines = directory.read(log.name, _MAX_BYTES).decode(errors="replace").splitlines()
     except UntrustedFile as error:
         return [f"not shown: {error}"]
+    lines = _in_plain_words(lines)
     return lines if num_lines is None else lines[-num_lines:]
+
+
+def _in_plain_words(lines: Sequence[str]) -> list[str]:
+    """A log without what srun and slurmstepd say of each step that ends with its job: it would read as a failure."""
+    shown: list[str] = []
+    for line in lines:
+        if not _ENDED_WITH_ITS_JOB.fullmatch(line):
+            shown.append(line)
+        elif _STEP_ENDED not in shown[-3:]:
+            shown.append(_STEP_ENDED)
+    return shown
 
 
 # What the loaders of an ended job took, who made it, and what the elastic controller did.

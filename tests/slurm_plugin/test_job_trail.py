@@ -105,6 +105,21 @@ def test_the_logs_of_a_job_from_any_directory(site: Site) -> None:
     assert "It has: master, data-worker-0" in wrong
 
 
+def test_the_end_of_a_step_with_its_job_reads_as_no_failure(site: Site) -> None:
+    ending = (
+        "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\nsrun: got SIGCONT\n"
+        "slurmstepd-cpu0: error: *** STEP 2.1 ON cpu0 CANCELLED AT 2026-11-29T07:58:24{} ***\n"
+    )
+    site.tool("squeue", f'case "$*" in *%k*) ;; *) echo "7+1 8 COMPLETED me {site.job.parents[1]}";; esac')
+    log = site.job / "master.log"
+    log.write_text("a\n" + ending.format("") + "b\nsrun: forcing job termination\n")
+    assert site.run("job", "--logs", "8", "master").stdout == "a\n(Slurm has ended the step)\nb\n"
+    log.write_text(ending.format(" DUE TO TIME LIMIT"))
+    shown = site.run("job", "--logs", "8", "master").stdout.splitlines()
+    assert shown[0] == "(Slurm has ended the step)"
+    assert "DUE TO TIME LIMIT" in shown[1], "a reason of its own is shown as Slurm says it"
+
+
 @needs_root
 @pytest.mark.parametrize("kind", ["a link", "a directory"])
 def test_logs_of_another_place_are_not_shown_as_a_jobs(kind: str) -> None:

@@ -30,7 +30,9 @@ import torch
 import torch.multiprocessing.reductions
 import xxhash
 
+from hetstream.mpi_dataworkers.ops import object_ids
 from hetstream.mpi_dataworkers.ops.fork_safety import importing
+from hetstream.mpi_dataworkers.ops.object_ids import is_users
 from hetstream.mpi_dataworkers.ops.process_memory import SharedMappings
 from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES, Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
@@ -89,6 +91,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.buffers: list[memoryview] = []
         self.shared: list[int] = []
         self.met: dict[int, Any] = {}
+        self.objects: list[Any] = []  # of users' classes
         # By address and size: views of one storage stay views of one storage. Each entry keeps its storage alive, so
         # that no other one gets its address meanwhile.
         self._storages: dict[tuple[int, int], _Bytes] = {}
@@ -112,6 +115,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Take plain tensors apart, and note what has code; the rest is cloudpickle's."""
         if isinstance(value, type | FunctionType):
             self.met[id(value)] = value
+        elif is_users(type(value)):
+            self.objects.append(value)
         if isinstance(value, CodeType):
             return reduce_code(value)
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
@@ -320,6 +325,7 @@ def pickle_apart(value: Any, runs_user_code: bool = True) -> Pickled:
     pickler = _Pickler(stream, runs_user_code)
     with _script_by_value():
         pickler.dump(value)
+    stream.write(object_ids.written(pickler.objects, lambda: pickler.memo.copy()))
     return Pickled(stream.getvalue(), pickler.buffers, pickler.shared, list(pickler.met.values()))
 
 
@@ -331,7 +337,8 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def __init__(self, blob: Buffer, buffers: Sequence[Buffer]) -> None:
-        super().__init__(io.BytesIO(blob), buffers=buffers)
+        self.stream = io.BytesIO(blob)
+        super().__init__(self.stream, buffers=buffers)
         self.changed: list[type] = []
         self._known: set[type] = set()
 
@@ -401,6 +408,8 @@ def unpickle(blob: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[Any, list[ty
     """
     unpickler = _Unpickler(blob, buffers)
     value = unpickler.load()
+    if ids := unpickler.stream.read():
+        object_ids.read(ids, unpickler.memo.copy())
     return value, unpickler.changed
 
 

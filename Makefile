@@ -24,9 +24,11 @@ DEMO_VENV := .venv-demo
 PEERS ?= ../shared/peers build/peers
 PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
-NNUNET := nnunetv2==2.8.1 batchgenerators==0.25.5 batchgeneratorsv2==0.3.6 dynamic-network-architectures==0.4.4 acvl-utils==0.2.6 connected-components-3d fft-conv-pytorch blosc2 yacs future unittest2
+NNUNET := nnunetv2==2.8.1 batchgenerators==0.25.5 batchgeneratorsv2==0.3.6 dynamic-network-architectures==0.4.4 acvl-utils==0.2.6 connected-components-3d fft-conv-pytorch blosc2 msgpack ndindex numexpr yacs future unittest2
 # With what they import; two of them have clients of clouds.
 STREAMS := webdataset==1.0.2 litdata==0.2.76 mosaicml-streaming==0.13.0 braceexpand boto3 botocore s3transfer jmespath obstore brotli python-snappy cramjam zstd catalogue
+# Those whose loaders are more than torch's; torchio and Megatron's datasets.
+OTHERS := torchio==1.2.1 megatron-core==0.16.1 jaxtyping wadler-lindig humanize nibabel deprecated wrapt
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
 .PHONY: docs demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean gpu gpu-wheels bench-data bench-ckpt bench-slurm bench-cluster
@@ -135,15 +137,15 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai==1.6.1 timm==1.0.31 skorch==1.4.0 torch_geometric==2.8.0
 	@# It asks for an older release of datasets, which its tests of checkpoints do not use.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps torchtitan==0.3.0 torch_checkpointing==0.1.1 spmd_types==0.2.3
-	@# nnU-Net and libraries of streams, without what would bring another torch.
-	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(NNUNET) $(STREAMS)
+	@# nnU-Net, libraries of streams and others, without what would bring another torch.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(NNUNET) $(STREAMS) $(OTHERS)
 	@# Apart, as Lightning has other loggers where it is.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --target $(PEERS_VENV)/tensorboard tensorboard==2.21.0 protobuf
 	@touch $@
 
 test-peers: $(PEERS_VENV)/.ready
 	-$(PEERS_VENV)/bin/python tests/peers/suite_files.py $(if $(CLONES),--clones $(CLONES))
-	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_streams.py tests/peers/test_tables.py tests/peers/test_torchvision_images.py tests/mpi_dataworkers/partitioner/test_public_models.py
+	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_streams.py tests/peers/test_nnunet.py tests/peers/test_other_loaders.py tests/peers/test_tables.py tests/peers/test_torchvision_images.py tests/mpi_dataworkers/partitioner/test_public_models.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py $(addprefix --peers ,$(PEERS))
 
 # The documentation as a site, build/site/index.html, of the files in docs/, with search. It fetches nothing from elsewhere.
@@ -164,6 +166,10 @@ record-release: venv
 # One benchmark by name, as in `make bench-transport` or `make bench-gpu_sharing ARGS=--cpu`; all of the data plane one after the other, which takes an hour.
 bench-%: venv
 	$(BIN)/python -m benchmarks.$* $(ARGS)
+
+# In the environment of peers' tests, which has nnU-Net and libraries of streams.
+bench-nnunet bench-streams: bench-%: $(PEERS_VENV)/.ready
+	$(PEERS_VENV)/bin/python -m benchmarks.$* $(ARGS)
 
 bench-data: $(addprefix bench-,$(DATA_BENCHMARKS))
 

@@ -226,7 +226,8 @@ def _loader(stream: AugmentedStream, asked: Asked) -> torch.utils.data.DataLoade
         stream,
         batch_size=None,
         num_workers=1 if asked.ends else number,
-        prefetch_factor=max(1, -(-asked.num_cached // number)),
+        # Each of batchgenerators' processes holds one more that it has made.
+        prefetch_factor=1 + max(1, -(-asked.num_cached // number)),
         collate_fn=_as_it_is,
         pin_memory=asked.pins and torch.cuda.is_available(),
         generator=torch.Generator().manual_seed(stream._seed & LARGEST_BASE_SEED),

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from tests.clusters import running_cluster
+from tests.devcluster.spec import ClusterShape
+
 PROGRAMS = Path(__file__).parent / "programs"
 _TORCHVISION = Path(sys.prefix, "torchvision")  # nnunetv2's networks ask for it
 _STEPS = 60  # of two epochs
@@ -89,13 +92,19 @@ class _Training:
     def __init__(self, folders: dict[str, str], place: Path) -> None:
         self._variables = folders | {"nnUNet_results": str(place), "nnUNet_n_proc_DA": "2", "HETSTREAM_SEED": "5"}
         self._variables["nnUNet_compile"] = "f"
-        self._summary = place.with_suffix(".json")
+        self.place, self._summary = place, place.with_suffix(".json")
 
-    def steps(self, data_workers: int, *options: str, step_s: float = 0, dies_at: int | None = None) -> list[str]:
+    def environment(self, step_s: float) -> dict[str, str]:
+        """What it runs with."""
+        return _environment(**self._variables, STEP_S=str(step_s))
+
+    def steps(
+        self, data_workers: int, *options: str, fold: int = 0, step_s: float = 0, dies_at: int | None = None
+    ) -> list[str]:
         """Losses and cases of its steps; its program is killed after one of them, if that is given."""
-        program = [sys.executable, "-u", str(PROGRAMS / "nnunet.py"), "train", "900", "3d_fullres", "0"]
+        program = [sys.executable, "-u", str(PROGRAMS / "nnunet.py"), "train", "900", "3d_fullres", str(fold)]
         command = [*_hetstream(data_workers, self._summary), *program, "-device", "cpu", *options]
-        environment = _environment(**self._variables, STEP_S=str(step_s))
+        environment = self.environment(step_s)
         found: list[str] = []
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             guard = threading.Timer(280, process.terminate)
@@ -133,3 +142,44 @@ def test_a_resumed_training_goes_on_with_the_batches_of_one_that_was_not(folders
     killed = _Training(folders, tmp_path / "killed")
     assert killed.steps(2, dies_at=_STEPS * 3 // 4)[: _STEPS // 2] == expected[: _STEPS // 2]
     assert killed.steps(2, "--c") == expected[_STEPS // 2 :]
+
+
+@pytest.mark.slow
+def test_another_fold_trains_and_is_validated(folders: Any, tmp_path: Path) -> None:
+    alone, streamed = _Training(folders, tmp_path / "alone"), _Training(folders, tmp_path / "streamed")
+    expected = alone.steps(0, fold=1)
+    assert expected != alone.steps(0, fold=0)
+    assert streamed.steps(2, fold=1, step_s=0.3) == expected
+    assert streamed.streamed_steps() > 0
+    metrics = [
+        json.loads(next(place.rglob("fold_1/**/summary.json")).read_text()) for place in (alone.place, streamed.place)
+    ]
+    assert metrics[0]["foreground_mean"] == metrics[1]["foreground_mean"]
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_job_of_slurm_trains_as_a_run_without_data_workers(folders: Any, tmp_path: Path) -> None:
+    expected = _Training(folders, tmp_path / "alone").steps(0)
+    with running_cluster("nnunet", ClusterShape(gpu_nodes=1, cpu_nodes=2)) as cluster:
+        place = cluster.directory("job")
+        script = place / "nnunet.sbatch"
+        train = f"{sys.executable} -u {PROGRAMS / 'nnunet.py'} train 900 3d_fullres 0 -device cpu"
+        script.write_text(
+            f"#!/bin/bash\n#SBATCH --gres=gpu:1 --output={place}/output\n"
+            f"#HETSTREAM --data-workers=2 --data-worker-cpus=1 --data-worker-partition=cpu\nsrun {train}\n"
+        )
+        environment = _Training(folders, place / "results").environment(step_s=0.3)
+        kept = {
+            key: value
+            for key, value in environment.items()
+            if key.startswith(("nnUNet_", "HETSTREAM_", "STEP_S", "PYTHONPATH", "CUDA"))
+        }
+        done = cluster.attempt(
+            sys.executable, "-m", "hetstream.slurm_plugin.cli", "sbatch", "--wait", str(script), cwd=place, **kept
+        )
+        output = (place / "output").read_text()
+        assert done.returncode == 0, done.stderr + output
+        assert [line for line in output.splitlines(keepends=True) if line.startswith("STEP")] == expected
+        summary = next((place / ".hetstream").rglob("summary.json"))
+        assert _streamed_steps(summary) > 0

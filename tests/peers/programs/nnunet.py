@@ -85,7 +85,6 @@ def train() -> None:
         return result
 
     nnUNetTrainer.__init__, nnUNetTrainer.train_step = __init__, train_step
-    nnUNetTrainer.perform_actual_validation = lambda self, *_, **__: None  # it is slow on CPUs, and no loader's
     torch.manual_seed(1)
     del sys.argv[1]
     run_training_entry()

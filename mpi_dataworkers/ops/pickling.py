@@ -7,6 +7,7 @@ device) goes torch's own way, in which storages of the CPU are what is kept apar
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import copyreg
 import importlib
@@ -30,9 +31,7 @@ import torch
 import torch.multiprocessing.reductions
 import xxhash
 
-from hetstream.mpi_dataworkers.ops import object_ids
 from hetstream.mpi_dataworkers.ops.fork_safety import importing
-from hetstream.mpi_dataworkers.ops.object_ids import is_users
 from hetstream.mpi_dataworkers.ops.process_memory import SharedMappings
 from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES, Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
@@ -50,6 +49,12 @@ _CALLED = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__", "
 _CHANGE_NOTHING = frozenset((*sys.stdlib_module_names, "numpy", "torch", "cloudpickle", "hetstream"))
 # Kinds of arrays that only look at their memory in another way.
 _VIEWS = (np.memmap, np.recarray)
+# Samples may note which object has made them by its id, and the program looks for that object. torch's forked workers
+# have the program's ids. So for a copy, what the code of a pipeline's classes calls `id` gives that of the original: by
+# the id of a copy the copy, and the original's id. When the copy is gone, another object may lie there.
+_originals: dict[int, tuple[weakref.ref[Any], int]] = {}
+_MOST_IDS = 10_000  # of more objects nobody looks for one by its id
+_users: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()  # see `_is_of_users`
 # Classes that `unpickle` has made. The next pickle that names one of them gets another.
 _made: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -115,7 +120,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Take plain tensors apart, and note what has code; the rest is cloudpickle's."""
         if isinstance(value, type | FunctionType):
             self.met[id(value)] = value
-        elif is_users(type(value)):
+        elif _is_of_users(type(value)):
             self.objects.append(value)
         if isinstance(value, CodeType):
             return reduce_code(value)
@@ -325,7 +330,7 @@ def pickle_apart(value: Any, runs_user_code: bool = True) -> Pickled:
     pickler = _Pickler(stream, runs_user_code)
     with _script_by_value():
         pickler.dump(value)
-    stream.write(object_ids.written(pickler.objects, lambda: pickler.memo.copy()))
+    stream.write(_ids_of(pickler.objects, lambda: pickler.memo.copy()))
     return Pickled(stream.getvalue(), pickler.buffers, pickler.shared, list(pickler.met.values()))
 
 
@@ -409,8 +414,73 @@ def unpickle(blob: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[Any, list[ty
     unpickler = _Unpickler(blob, buffers)
     value = unpickler.load()
     if ids := unpickler.stream.read():
-        object_ids.read(ids, unpickler.memo.copy())
+        _keep_ids(ids, unpickler.memo.copy())
     return value, unpickler.changed
+
+
+def id_of_original(value: Any) -> int:
+    """What `id` gives in the code of a pipeline's classes."""
+    own = builtins.id(value)
+    reference, original = _originals.get(own, (None, own))
+    return original if reference is not None and reference() is value else own
+
+
+def _is_of_users(kind: type) -> bool:
+    """Whether a class, or one that it extends, is of the program or of a package whose samples may note an object."""
+    known = _users.get(kind)
+    if known is None:
+        known = _users[kind] = any(base.__module__.partition(".")[0] not in _CHANGE_NOTHING for base in kind.__mro__)
+    return known
+
+
+def _asking(kind: type) -> Iterator[FunctionType]:
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in _CHANGE_NOTHING:
+            for value in vars(base).values():
+                function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                if not isinstance(function, FunctionType) or not _names_id(function.__code__):
+                    continue
+                if function.__globals__.get("id", id_of_original) is id_of_original:
+                    yield function
+
+
+def _names_id(code: CodeType) -> bool:
+    return "id" in code.co_names or any(_names_id(part) for part in code.co_consts if isinstance(part, CodeType))
+
+
+def _ids_of(objects: list[Any], memo: Callable[[], dict[int, tuple[int, Any]]]) -> bytes:
+    """The ids of objects, to follow the pickle that holds them; empty if no code asks for any.
+
+    Args:
+        objects: of users' classes.
+        memo: gives a pickler's, by id: the place of each object.
+    """
+    if len(objects) > _MOST_IDS or not any(True for kind in {*map(type, objects)} for _ in _asking(kind)):
+        return b""
+    places = memo()
+    return pickle.dumps({places[id(each)][0]: id_of_original(each) for each in objects if id(each) in places})
+
+
+def _keep_ids(data: bytes, memo: dict[int, Any]) -> None:
+    """Have copies answer with what `_ids_of` has noted.
+
+    Args:
+        data: what it gave.
+        memo: an unpickler's, by place.
+    """
+    for place, original in pickle.loads(data).items():
+        copy = memo[place]
+        try:
+            reference = weakref.ref(copy, partial(_forget, id(copy)))
+        except TypeError:  # `__slots__` without one for references: who else had its id cannot be told
+            continue
+        _originals[id(copy)] = reference, original
+        for function in _asking(type(copy)):
+            function.__globals__["id"] = id_of_original
+
+
+def _forget(own: int, _: Any) -> None:
+    _originals.pop(own, None)
 
 
 def digest_of(blob: Buffer, buffers: Sequence[Buffer], program: Program, settings: bytes) -> str:

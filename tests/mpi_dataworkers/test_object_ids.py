@@ -6,7 +6,7 @@ import builtins
 import gc
 from typing import Any
 
-from hetstream.mpi_dataworkers.ops import object_ids
+from hetstream.mpi_dataworkers.ops import pickling
 from hetstream.mpi_dataworkers.ops.pickling import pickle_apart, unpickle
 
 
@@ -46,16 +46,16 @@ def test_a_copy_has_the_id_of_what_it_was_made_from() -> None:
 def test_an_object_at_the_place_of_a_copy_that_is_gone_has_its_own_id() -> None:
     notes = Notes()
     copy = unpickle(pickle_apart(notes).blob)[0]
-    reference, original = object_ids._originals[builtins.id(copy.steps[0])]
-    known = len(object_ids._originals)
+    reference, original = pickling._originals[builtins.id(copy.steps[0])]
+    known = len(pickling._originals)
     del copy
     gc.collect()
-    assert len(object_ids._originals) < known
+    assert len(pickling._originals) < known
     assert reference() is None
     other = Step()
-    object_ids._originals[builtins.id(other)] = reference, original  # as before its end is noted
+    pickling._originals[builtins.id(other)] = reference, original  # as before its end is noted
     assert notes.note(other) == builtins.id(other)
-    del object_ids._originals[builtins.id(other)]
+    del pickling._originals[builtins.id(other)]
 
 
 def test_what_cannot_be_referred_to_weakly_keeps_its_own_id() -> None:
@@ -69,5 +69,5 @@ def test_pickles_of_code_that_asks_for_no_id_and_of_many_objects_have_none() -> 
     silent = pickle_apart(Silent())
     assert silent.blob.endswith(b"."), "the end of the one pickle"
     assert silent.blob.count(b"\x80\x05") == 1
-    assert pickle_apart(Notes(object_ids._MOST)).blob.count(b"\x80\x05") == 1
+    assert pickle_apart(Notes(pickling._MOST_IDS)).blob.count(b"\x80\x05") == 1
     assert pickle_apart(Notes()).blob.count(b"\x80") > 1

@@ -11,6 +11,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,9 @@ class _Pair:
     def _by_kind(self, found: Any, expected: Any, path: str) -> Iterator[Difference]:
         if isinstance(found, torch.UntypedStorage | torch.TypedStorage):
             yield from self.differences(_bytes_in(found), _bytes_in(expected), path)
+        elif isinstance(found, SynchronizedBase):  # a lock is nobody's value
+            here: Any = found.get_obj()
+            yield from self.differences(bytes(here), bytes(expected.get_obj()), path)
         elif isinstance(found, torch.Tensor) and not _is_made_of_others(found):
             yield from self._tensors(found, expected, path)
             yield from self.differences(vars(found), vars(expected), path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copyreg
+import ctypes
 import importlib
 import io
 import linecache
@@ -20,7 +21,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, update_wrapper
+from multiprocessing.heap import BufferWrapper
 from multiprocessing.shared_memory import ShareableList, SharedMemory
+from multiprocessing.sharedctypes import SynchronizedBase, synchronized
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NewType
 
@@ -151,6 +154,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # By itself it is pickled by name: other hosts do not have it, and on this one a process that has opened it
             # removes it when it ends (before Python 3.13).
             raise pickle.PicklingError("shared memory belongs to the processes of one host")
+        if isinstance(value, SynchronizedBase):  # by itself only a process that is being started may have it
+            return synchronized, (value.get_obj(),)
+        if isinstance(getattr(value, "_wrapper", None), BufferWrapper):  # by itself it is copied into the stream
+            kind: Any = type(value)
+            parts = (kind._type_, len(value)) if isinstance(value, ctypes.Array) else (kind, None)
+            memory: Any = (ctypes.c_ubyte * ctypes.sizeof(value)).from_buffer(value)
+            return _rebuild_shared_number, (*parts, np.frombuffer(memory, np.uint8))
         if is_of_started_manager(value):
             # By itself it is pickled without the key of its server, which refuses whoever has another one.
             raise pickle.PicklingError("a multiprocessing.Manager answers the processes of its program alone")
@@ -247,6 +257,11 @@ def _make_cached(maxsize: int | None, typed: bool) -> Any:
 def _fill_cached(cached: Any, function: Callable[..., Any]) -> None:
     cached.__wrapped__.function = function
     update_wrapper(cached, function)
+
+
+def _rebuild_shared_number(kind: Any, length: int | None, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+    kind = kind if length is None else kind * length
+    return kind.from_buffer(memory) if memory.flags.writeable else kind.from_buffer_copy(memory)
 
 
 def _rebuild_cached_property(function: Callable[[Any], Any], name: str) -> cached_property[Any]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
+import io
 import logging
 import math
 import os
@@ -23,6 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from multiprocessing.sharedctypes import SynchronizedBase, synchronized
 from types import ModuleType
 from typing import Any
 
@@ -172,7 +175,7 @@ class TorchsWorker:
         try:
             dataset = pickle.loads(kept["dataset"]) if kept is not None and kept["dataset"] else _copied(given)
             for path in self._workers.shared:
-                held_at(dataset, path).copy_(held_at(given, path))
+                _take_over(held_at(dataset, path), held_at(given, path))
             if self._workers.are_kept and (kept is None or not kept["dataset"]):
                 self._as_sent = _pickled(dataset)
         except Exception as error:  # copying runs user code (__deepcopy__, __reduce__): any exception may come
@@ -317,7 +320,8 @@ def beginning_with(kept: bytes) -> bytes:
 
 
 def places_of_shared(root: Any) -> list[list[str | int]]:
-    """Where an object holds tensors in shared memory: names of attributes, and keys and places in what they hold."""
+    """Where an object holds tensors in shared memory, and values and arrays of `multiprocessing`: names of attributes,
+    and keys and places in what they hold."""
     found: list[list[str | int]] = []
     seen: set[int] = set()
     waiting: list[tuple[Any, list[str | int]]] = [(root, [])]
@@ -329,6 +333,8 @@ def places_of_shared(root: Any) -> list[list[str | int]]:
         if isinstance(held, torch.Tensor):
             is_shared: Any = held.is_shared  # torch does not say what it gives
             found += [path] if is_shared() else []
+        elif isinstance(held, SynchronizedBase):
+            found.append(path)
         elif isinstance(held, dict):
             waiting += [(each, [*path, key]) for key, each in held.items() if isinstance(key, str | int)]
         elif isinstance(held, list | tuple):
@@ -346,6 +352,15 @@ def held_at(root: Any, path: list[str | int]) -> Any:
     return root
 
 
+def _take_over(into: Any, given: Any) -> None:
+    """Write what the program has written into shared memory."""
+    if isinstance(given, torch.Tensor):
+        into.copy_(given)
+    else:
+        target, source = into.get_obj(), given.get_obj()
+        ctypes.memmove(ctypes.addressof(target), ctypes.addressof(source), ctypes.sizeof(source))
+
+
 def _copied(dataset: Any) -> Any:
     try:
         return copy.deepcopy(dataset)
@@ -353,9 +368,26 @@ def _copied(dataset: Any) -> Any:
         return pickle.loads(_pickled(dataset))
 
 
+class _Copier(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with copies of what worker processes share: each that is played here reads one of its own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, SynchronizedBase):
+            return super().reducer_override(value)
+        held: Any = value.get_obj()
+        kind: Any = type(held)
+        parts = (kind._type_, len(held)) if isinstance(held, ctypes.Array) else (kind, None)
+        return _rebuild_value, (*parts, bytes(held))
+
+
+def _rebuild_value(kind: Any, length: int | None, data: bytes) -> Any:
+    return synchronized((kind if length is None else kind * length).from_buffer_copy(data))
+
+
 def _pickled(dataset: Any) -> bytes:
-    pickled: bytes = cloudpickle.dumps(dataset)
-    return pickled
+    stream = io.BytesIO()
+    _Copier(stream).dump(dataset)
+    return stream.getvalue()
 
 
 def _has_state(owner: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import multiprocessing
 from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,14 @@ from hetstream.mpi_dataworkers.wire.pipeline_transfer import IN_MESSAGE_BYTES
 LENGTH = 4
 
 
+SHARED = ["tensor", "tensor of an array", "array", "column", "field", "memmap"]
+MULTIPROCESSING = ["array of multiprocessing", "array without a lock"]
+
+
+def is_of_multiprocessing(labels: Any) -> bool:
+    return isinstance(labels, ctypes.Array | SynchronizedBase)
+
+
 def labels_in(memory: str, directory: Path) -> Any:
     """Labels that are all zero; the owner of the memory is theirs."""
     if memory == "tensor":
@@ -36,6 +46,10 @@ def labels_in(memory: str, directory: Path) -> Any:
         return np.frombuffer(mmap.mmap(-1, 12 * LENGTH), np.float32).reshape(LENGTH, 3)[::-1, 1]
     if memory == "field":
         return np.frombuffer(mmap.mmap(-1, 12 * LENGTH), [("x", "f4"), ("y", "f8")]).view(np.recarray)["x"]
+    if memory == "array of multiprocessing":
+        return multiprocessing.Array("f", LENGTH)
+    if memory == "array without a lock":
+        return multiprocessing.Array("f", LENGTH, lock=False)
     return np.memmap(directory / f"labels-{len(list(directory.iterdir()))}", np.float32, "w+", shape=LENGTH)
 
 
@@ -57,7 +71,8 @@ def changing_epochs(dataset: Labelled) -> list[Any]:
     loader = DataLoader(dataset, LENGTH, num_workers=1, persistent_workers=True)
     found = []
     for epoch in range(3):
-        dataset.labels[:] = max(1, epoch)  # as it was before the second epoch, and another one before the third
+        value = max(1, epoch)  # as it was before the second epoch, and another one before the third
+        dataset.labels[:] = [value] * LENGTH if is_of_multiprocessing(dataset.labels) else value
         dataset.own[:] = dataset.offset = epoch
         found += [[part.tolist() for part in batch] for batch in loader]
     if "_hetstream" in vars(loader):
@@ -65,7 +80,7 @@ def changing_epochs(dataset: Labelled) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("memory", ["tensor", "tensor of an array", "array", "column", "field", "memmap"])
+@pytest.mark.parametrize("memory", SHARED + MULTIPROCESSING)
 def test_what_is_written_into_shared_memory_between_epochs_arrives_and_nothing_else(
     three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: str
 ) -> None:
@@ -109,7 +124,7 @@ def test_what_processes_of_one_program_share_by_a_name_a_lock_or_a_manager_stays
     segment = SharedMemory(create=True, size=4)
     try:
         with multiprocessing.Manager() as manager, hooked(three.name, monkeypatch):
-            for owner in (segment, multiprocessing.Value("i", 3), manager.dict(), [manager.Queue()]):
+            for owner in (segment, multiprocessing.Lock(), manager.dict(), [manager.Queue()]):
                 dataset = programs.Numbers(4)
                 dataset.owner = owner  # type: ignore[attr-defined]
                 assert [batch.tolist() for batch in DataLoader(dataset, 4)] == [[0, 1, 2, 3]]
@@ -138,7 +153,7 @@ class Caching(programs.Numbers):
         return float(self.kept[index])
 
 
-@pytest.mark.parametrize("memory", ["tensor", "tensor of an array", "column"])
+@pytest.mark.parametrize("memory", ["tensor", "tensor of an array", "column", *MULTIPROCESSING])
 def test_a_cache_that_worker_processes_fill_for_each_other_is_no_silent_zeros(
     three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: str, caplog: pytest.LogCaptureFixture
 ) -> None:

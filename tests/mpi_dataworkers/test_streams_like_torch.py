@@ -57,6 +57,8 @@ STREAMS: dict[str, Loader] = {
     "kept workers": loader_of(programs.Numbers, persistent_workers=True),
     "kept workers that count": loader_of(programs.CountsItsPasses, persistent_workers=True),
     "kept workers that share": loader_of(programs.SharesItsEpoch, persistent_workers=True),
+    "a value of multiprocessing": loader_of(programs.SharesAValue),
+    "kept workers that share a value": loader_of(programs.SharesAValue, persistent_workers=True),
     "kept workers with generators": loader_of(programs.OwnGenerators, persistent_workers=True),
     "a generator of the loader": lambda: loader_of(programs.Numbers, generator=torch.Generator().manual_seed(9))(),
 }

@@ -36,7 +36,7 @@ def run(name: str, folder: Path, data_workers: int) -> tuple[list[str], dict[str
     command += ["--data-workers", str(data_workers), "--", *program]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    loaders = json.loads(summary.read_text())["loaders"]
+    loaders = json.loads(summary.read_text()).get("loaders", [])  # none without data workers
     counted = {key: sum(each[key] for each in loaders) for key in ("steps", "local_steps", "differing_steps")}
     return [line for line in done.stdout.splitlines() if line.startswith("batch")], counted
 

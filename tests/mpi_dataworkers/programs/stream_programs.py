@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import time
@@ -144,6 +145,22 @@ class SharesItsEpoch(Numbers):
         self.epoch, self.passes = 10 * int(self.shared), self.passes + 1
         self.epoch += self.passes
         return super().numbers()
+
+
+class SharesAValue(SharesItsEpoch):
+    """As open_clip's: the epoch is a value of `multiprocessing`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: Any = multiprocessing.Value("q", 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.shared.value = epoch
+
+    def numbers(self) -> Iterator[int]:
+        self.epoch, self.passes = 10 * self.shared.value, self.passes + 1
+        self.epoch += self.passes
+        return Numbers.numbers(self)
 
 
 class SaysItsProcess(Numbers):

@@ -24,6 +24,7 @@ from tests.devcluster.spec import ClusterShape
 PROGRAMS = Path(__file__).parent / "programs"
 _TORCHVISION = Path(sys.prefix, "torchvision")  # nnunetv2's networks ask for it
 _STEPS = 60  # of two epochs
+_DATA_WORKER = b"internal\0worker"
 
 
 def _needs(*packages: str) -> None:
@@ -99,9 +100,10 @@ class _Training:
         return _environment(**self._variables, STEP_S=str(step_s))
 
     def steps(
-        self, data_workers: int, *options: str, fold: int = 0, step_s: float = 0, dies_at: int | None = None
-    ) -> list[str]:
-        """Losses and cases of its steps; its program is killed after one of them, if that is given."""
+        self, data_workers: int, *options: str, fold: int = 0, step_s: float = 0, dies_at: int | None = None,
+        who: bytes = b"nnunet.py",
+    ) -> list[str]:  # fmt: skip
+        """Losses and cases of its steps; its program, or one data worker, is killed after one of them."""
         program = [sys.executable, "-u", str(PROGRAMS / "nnunet.py"), "train", "900", "3d_fullres", str(fold)]
         command = [*_hetstream(data_workers, self._summary), *program, "-device", "cpu", *options]
         environment = self.environment(step_s)
@@ -113,15 +115,15 @@ class _Training:
             for line in process.stdout:
                 found += [line] if line.startswith("STEP") else []
                 if len(found) == dies_at and line.startswith("STEP"):
-                    self._kill_program(process.pid)
+                    self._kill(process.pid, who)
             guard.cancel()
-        assert (process.wait() == 0) == (dies_at is None)
+        assert (process.wait() == 0) == (dies_at is None or who == _DATA_WORKER)
         return found
 
-    def _kill_program(self, parent: int) -> None:
-        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            if b"nnunet.py" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(int(child), signal.SIGKILL)
+    def _kill(self, parent: int, who: bytes) -> None:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        found = [child for child in children if who in Path(f"/proc/{child}/cmdline").read_bytes()]
+        os.kill(int(found[0]), signal.SIGKILL)
 
     def streamed_steps(self) -> int:
         return _streamed_steps(self._summary)
@@ -134,6 +136,14 @@ def test_nnunets_losses_are_those_of_a_run_without_data_workers(folders: Any, tm
     assert len(expected) == _STEPS
     assert streamed.steps(2, step_s=0.3) == expected
     assert streamed.streamed_steps() > 0
+
+
+@pytest.mark.slow
+def test_losses_are_the_same_when_a_data_worker_is_killed(folders: Any, tmp_path: Path) -> None:
+    expected = _Training(folders, tmp_path / "alone").steps(0)
+    hurt = _Training(folders, tmp_path / "hurt")
+    assert hurt.steps(2, step_s=0.3, dies_at=_STEPS * 2 // 3, who=_DATA_WORKER) == expected
+    assert hurt.streamed_steps() > 0
 
 
 @pytest.mark.slow

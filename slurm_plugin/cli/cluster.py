@@ -88,7 +88,7 @@ def add_frag_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = FRAG_EPILOG
     add_node_arguments(parser)
     add_fresh_argument(parser)
-    add_output_arguments(parser)
+    add_output_arguments(parser, csv=True)
     parser.set_defaults(run=run_frag)
 
 
@@ -343,7 +343,7 @@ def add_jobs_arguments(parser: argparse.ArgumentParser) -> None:
         "--details", action="store_true", help="also CPUs, memory and GPUs on each node; slow with thousands of jobs"
     )
     add_fresh_argument(parser)
-    add_output_arguments(parser)
+    add_output_arguments(parser, csv=True)
     parser.set_defaults(run=run_jobs)
 
 
@@ -559,7 +559,7 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "List running, pending and recent jobs that would gain from data workers, with an estimate."
     parser.epilog = ADVISE_EPILOG
     add_fresh_argument(parser)
-    add_output_arguments(parser)
+    add_output_arguments(parser, csv=True)
     parser.set_defaults(run=run_advise)
 
 

@@ -125,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         emit(args, planned(options))
         return 0
-    if args.json or args.csv:
-        raise UsageError("--json and --csv are for --dry-run")
+    if args.json:
+        raise UsageError("--json is for --dry-run")
 
     async def serve(store: Store) -> None:
         await Daemon(options, CommandSlurm(), store).run()

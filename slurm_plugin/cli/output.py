@@ -27,13 +27,16 @@ exit codes:
 """
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--json`, `--csv` and `--wide`."""
+def add_output_arguments(parser: argparse.ArgumentParser, csv: bool = False) -> None:
+    """Declare `--json`, `--wide`, and of a verb whose first table somebody may want in a spreadsheet `--csv`."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--json", action="store_true", help="print one JSON document; meta.version says which keys to expect"
     )
-    form.add_argument("--csv", action="store_true", help="print the first table as comma-separated values")
+    if csv:
+        form.add_argument("--csv", action="store_true", help="print the first table as comma-separated values")
+    else:
+        parser.set_defaults(csv=False)
     add_wide_argument(form)
 
 

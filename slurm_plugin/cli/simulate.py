@@ -65,8 +65,7 @@ _ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
 _FORMS = ("auto", *READERS)
 # Options that take any number from 0 on, and the most that each may be.
 _AMOUNTS = {
-    **dict.fromkeys(("bf_interval", "submit_latency", "free_latency"), MOST),
-    **dict.fromkeys(("round", "start_cost", "take_back_cost", "network_share"), MOST),
+    **dict.fromkeys(("bf_interval", "network_share"), MOST),
     **dict.fromkeys(("repair", "checkpoint"), MOST / _HOUR_S),
 }
 # How many times the fragmentation of nodes is looked at between the first submission and the last.
@@ -117,7 +116,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="each run also with opportunistic jobs (column job_class) on GPUs that others have; else they are jobs as "
         "all others",
     )
-    parser.add_argument("--quotas", metavar="FILE", help=argparse.SUPPRESS)  # said in words, and not taken for a typo
     parser.add_argument(
         "--gpu-memory",
         type=float,
@@ -128,7 +126,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_queue(parser.add_argument_group("queue"))
     _add_workers(parser.add_argument_group("data workers"))
     _add_rest(parser.add_argument_group("runs"))
-    add_output_arguments(parser)
+    add_output_arguments(parser, csv=True)
     parser.set_defaults(run=run)
 
 
@@ -137,36 +135,11 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bf-interval", type=float, default=usual.interval_s, metavar="S", help="bf_interval (%(default)g s)"
     )
-    group.add_argument(
-        "--submit-latency",
-        type=float,
-        default=usual.submit_s,
-        metavar="S",
-        help="from a submission until Slurm first looks at the job (%(default)g s)",
-    )
-    group.add_argument(
-        "--free-latency",
-        type=float,
-        default=usual.free_s,
-        metavar="S",
-        help="from the end of a job until others can have what it held (%(default)g s)",
-    )
 
 
 def _add_workers(group: argparse._ArgumentGroup) -> None:
     usual = WorkerOptions()
     group.add_argument("--data-worker-cpus", type=int, default=usual.cpus, metavar="N", help="of one (%(default)d)")
-    group.add_argument("--round", type=float, default=usual.round_s, metavar="S", help="of the policy (%(default)g s)")
-    group.add_argument(
-        "--start-cost", type=float, default=usual.start_s, metavar="S", help="of a data worker (%(default)g s)"
-    )
-    group.add_argument(
-        "--take-back-cost",
-        type=float,
-        default=usual.take_back_s,
-        metavar="S",
-        help="of one that must leave (%(default)g s)",
-    )
     group.add_argument("--network-share", type=float, default=1.0, help="of each node's link for batches (1)")
 
 
@@ -245,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
     summary = {
         "num_jobs": len(workloads[0]), "num_nodes": cluster.num_nodes, "gpus": cluster.num_gpus,
         "cpus": cluster.num_cpus, "prices": as_plain(prices), "replay": None if error is None else _plain_error(error),
-        "placement": base.placement, "submit_latency_s": base.queue.submit_s, "free_latency_s": base.queue.free_s,
+        "placement": base.placement,
     }  # fmt: skip
     sections = [
         Section(
@@ -289,11 +262,6 @@ _LEAST_GAIN = 0.01
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse what means nothing, by the names of the options."""
-    if args.quotas is not None:
-        raise UsageError(
-            "--quotas: simulate knows no quotas, and each job counts as within its own. Leave it out. What quotas do "
-            "to the jobs that there are says: hetstream gpu pack --observe --quotas FILE"
-        )
     if not 1 <= args.seeds <= _MOST_SEEDS:
         raise UsageError(f"--seeds={args.seeds}: must be at least 1, and at most {_MOST_SEEDS:,}")
     if args.seed < 0:
@@ -374,12 +342,8 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
         name="",
         request=Request.TUNED,
         discipline=Discipline.FIFO,
-        queue=QueueOptions(
-            interval_s=args.bf_interval, submit_s=args.submit_latency, free_s=args.free_latency
-        ),
-        workers=WorkerOptions(
-            args.data_worker_cpus, args.round, args.start_cost, args.take_back_cost, network_share=args.network_share
-        ),
+        queue=QueueOptions(interval_s=args.bf_interval),
+        workers=WorkerOptions(args.data_worker_cpus, network_share=args.network_share),
         failures=FailureOptions(mtbf_s, args.repair * _HOUR_S, args.checkpoint * _HOUR_S),
         seed=args.seed,
         sample_s=max(60.0, last_s / _SAMPLES),

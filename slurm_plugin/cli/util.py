@@ -71,7 +71,7 @@ def add_util_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")
     add_prices_argument(parser)
     add_fresh_argument(parser)
-    add_output_arguments(parser)
+    add_output_arguments(parser, csv=True)
     parser.set_defaults(run=run)
 
 

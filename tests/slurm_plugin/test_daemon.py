@@ -266,7 +266,7 @@ def test_what_the_command_says(
         (f"site daemon --state-dir {local.directory}/two --address tcp://12345@127.0.0.1:0", "is for user 12345 alone"),
         (f"site daemon --state-dir {local.directory}/two --address here", "must be unix:/PATH"),
         (f"site daemon --dry-run --pool gone --state-dir {state}", "--pool: no partition gone"),
-        (f"site daemon --json --state-dir {state}", "--json and --csv are for --dry-run"),
+        (f"site daemon --json --state-dir {state}", "--json is for --dry-run"),
         (f"site daemon --interval 1 --state-dir {state}", "must be at least 5 seconds"),
     ):
         done = slurm.run(line)

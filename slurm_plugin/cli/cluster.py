@@ -600,7 +600,8 @@ def advise_report(found: tuple[Advice, ...], snapshot: Snapshot, history: Rememb
     if history is not None:
         notes += history.notes
         proposals = [_row(submission) for submission in next_submissions(history, snapshot.taken_s)]
-        sections.append(Section("next_submissions", _NEXT_COLUMNS, proposals, title="next submissions, from history:"))
+        title = "next submissions, from history:" if proposals else ""
+        sections.append(Section("next_submissions", _NEXT_COLUMNS, proposals, title=title))
     return Report(meta_of("advise", snapshot), summary, lines, tuple(sections), notes)
 
 

@@ -297,7 +297,7 @@ def jobs_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], mi
         Column("gpus", "GPUS"), Column("gpu_memory_gib", "GIB EACH", show=lambda value: f"{value:.1f}", priority=1),
         Column("place", "WHERE", left=True), Column("class", "CLASS", left=True, priority=2),
         Column("num_evictions", "EVICTED", priority=3),
-        Column("reason", "WAITS BECAUSE", left=True, wraps=True),
+        Column("reason", "WAITS BECAUSE", left=True, below=True),
         Column("not_upgraded", "NOT UPGRADED BECAUSE", left=True, below=True),
     )  # fmt: skip
     section = Section("jobs", columns, rows, empty="no opportunistic job is pending or running")

@@ -40,12 +40,13 @@ from hetstream.slurm_plugin.cli.watching import (
     watched_cluster,
 )
 from hetstream.slurm_plugin.client.read import hidden_by
+from hetstream.slurm_plugin.insight.advise import would_start
 from hetstream.slurm_plugin.insight.observation import KEEP_S, History, Monitor, Observation, Reading, Sample, observe
 from hetstream.slurm_plugin.insight.prices import Prices
 from hetstream.slurm_plugin.insight.spending import hourly, spent
 from hetstream.slurm_plugin.insight.utilisation import SharesAside, wait_shares
 from hetstream.slurm_plugin.render.charts import shared_gpu_sections
-from hetstream.slurm_plugin.render.page import page, serve_documents, unavailable
+from hetstream.slurm_plugin.render.page import in_one_sentence, page, serve_documents, unavailable
 from hetstream.slurm_plugin.render.tables import Column, Report, Section, as_json
 
 REPORT_EPILOG = f"""\
@@ -116,9 +117,9 @@ def report_report(seen: Observation, samples: Sequence[Sample], prices: Prices |
     """
     now = seen.sample
     summary = {name: value for name, value in asdict(now).items() if name not in ("taken_s", "waiting")}
+    helped = [advice.job for advice in would_start(seen.snapshot)] if now.stranded_gpus else []
     lines = [
-        f"{now.gpus - now.gpus_allocated:,} of {now.gpus:,} GPUs and {now.cpus - now.cpus_allocated:,} of {now.cpus:,} "
-        f"CPUs are free; {now.stranded_gpus:,} GPUs are of no use to any pending job",
+        in_one_sentence(seen, helped),
         f"{now.num_running:,} job(s) run, {sum(group.num_jobs for group in now.waiting.values()):,} wait",
     ]
     summary["cost"] = None

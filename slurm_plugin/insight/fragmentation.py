@@ -387,9 +387,11 @@ class _Lacking:
     def of(self, shapes: Sequence[Shape]) -> Counts:
         """Of each node the number of what it lacks; where no shape may run, of what the assumed one lacks."""
         found = {number: np.zeros(len(self._rows), dtype=np.bool_) for number in range(len(_LACKS))}
+        has_gpus = ~self._is_known
         for shape in shapes if len(self._rows) else ():
             where = _may_run(self._table, shape)[self._rows]
             if where.any():
+                has_gpus |= where & (self._left_gpus(shape.gpu_type) >= shape.gpus if shape.gpus else True)
                 for number, mask in self._lacks(shape, where):
                     found[number] |= mask
         assumed = ASSUMED_GPU_SHAPE if self._order is _GPUS_ORDER else ASSUMED_CPU_SHAPE
@@ -398,8 +400,11 @@ class _Lacking:
         lacking = np.zeros(len(self._table.nodes), dtype=np.int64)
         for number in reversed((*self._order, _BOTH, _WHOLE, _OTHERS)):
             lacking[self._rows[found[number]]] = number
-        # Whatever else is short: without more GPUs no job can have those that are left.
-        lacking[self._rows[lacking[self._rows] == 0]] = _GPUS if self._order is _GPUS_ORDER else _CPUS
+        # Several things are short: without more GPUs no job can have those that are left, nor CPUs where there are too
+        # few GPUs for any job.
+        short = lacking[self._rows] == 0
+        lacking[self._rows[short & has_gpus]] = _GPUS if self._order is _GPUS_ORDER else _CPUS
+        lacking[self._rows[short & ~has_gpus]] = _GPUS
         # A job of another shape has room beside those of the best one.
         lacking[self._rows[found[0]]] = 0
         return lacking

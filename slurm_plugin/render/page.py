@@ -178,15 +178,26 @@ def unavailable(error: str, refresh_s: int) -> str:
     return document("hetstream: no answer", body, "", refresh_s)
 
 
-def _header(seen: Observation, cluster: str, helped: Sequence[str]) -> str:
-    found, now = seen.fragmentation, seen.sample
-    taken = datetime.fromtimestamp(seen.snapshot.taken_s).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-    hidden = f"{seen.snapshot.hidden}: all figures are of what one user may see, and there may be more"
-    hidden = f"<p>{escape(hidden)}</p>" if seen.snapshot.hidden else ""
-    sentence = headline(found, helped) or (
+def in_one_sentence(seen: Observation, helped: Sequence[str]) -> str:
+    """What the page and the command begin with.
+
+    Args:
+        seen: the cluster now.
+        helped: labels of pending jobs that would start with data workers.
+    """
+    now = seen.sample
+    return headline(seen.fragmentation, helped) or (
         f"{now.gpus - now.gpus_allocated:,} of {now.gpus:,} GPUs and {now.cpus - now.cpus_allocated:,} of "
         f"{now.cpus:,} CPUs are free"
     )
+
+
+def _header(seen: Observation, cluster: str, helped: Sequence[str]) -> str:
+    found, now = seen.fragmentation, seen.sample
+    sentence = in_one_sentence(seen, helped)
+    taken = datetime.fromtimestamp(seen.snapshot.taken_s).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    hidden = f"{seen.snapshot.hidden}: all figures are of what one user may see, and there may be more"
+    hidden = f"<p>{escape(hidden)}</p>" if seen.snapshot.hidden else ""
     meaning = "<p>Stranded is what is free and no pending job can use.</p>" if now.stranded_gpus else ""
     return (
         f"<header><p>{escape(cluster)} · {escape(taken)} · Slurm {escape(seen.snapshot.version)} · "

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.hetjob.convert.spec import DEFAULT_TRAINER_CPUS_PER_GPU
+from hetstream.slurm_plugin.cli.report import report_report
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.advise import advise
@@ -166,6 +167,7 @@ MANY_LARGE = [pending(cpus, 4, job_id=number) for number, cpus in enumerate((14,
         # Who gets whole nodes waits for one, whatever is free.
         (node(), [pending(2, 2, partitions=("excl",))], "whole nodes"),
         (node("0/16", "4/4"), [pending(4, 1)], "GPUs"),  # stranded CPUs
+        (node("0/16", "4/4", memory="1000/1000"), [pending(4, 1, 100)], "GPUs"),  # and no memory, either
         # Who asks for another node, or for a feature that this one has not, does not wait for this one.
         (node(), [pending(6, 2, required_nodes=("m",)), pending(6, 2, features="fast"), pending(2, 4)], "GPUs"),
         (node(), [pending(6, 2, required_nodes=("n",)), pending(2, 4)], "CPUs"),
@@ -190,6 +192,8 @@ def test_advise_and_the_page_say_the_same() -> None:
     assert (shape.job, shape.gpus_unlocked) == ("99", 2)
     seen = observe(snapshot, {})
     text = page(seen, [seen.sample])
+    sentence = report_report(seen, ()).lines[0]
+    assert f"<h1>{sentence}</h1>" in text, "the command begins with the page's sentence"
     assert "2 GPU(s) stranded for want of CPUs" in text
     assert '<td data-label="Lacks"><span>CPUs</span></td>' in text.split("Worst nodes")[1].split("</table>")[0]
 

@@ -46,6 +46,7 @@ APART_FROM_BYTES = 64 << 10
 _cloud: Any = cloudpickle.cloudpickle
 _Cached: Any = type(lru_cache(print))
 _new_type: Any = NewType
+_NUMBERS = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 _rebuild_typed_storage: Any = torch.multiprocessing.reductions.rebuild_typed_storage
 # What of a class is called when its object is pickled, and packages whose functions of these names change nothing.
 _CALLED = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__", "__getnewargs__")
@@ -156,7 +157,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError("shared memory belongs to the processes of one host")
         if isinstance(value, SynchronizedBase):  # by itself only a process that is being started may have it
             return synchronized, (value.get_obj(),)
-        if isinstance(getattr(value, "_wrapper", None), BufferWrapper):  # by itself it is copied into the stream
+        if isinstance(value, _NUMBERS) and isinstance(getattr(value, "_wrapper", None), BufferWrapper):
+            # Without a lock; by itself it is copied into the stream.
             kind: Any = type(value)
             parts = (kind._type_, len(value)) if isinstance(value, ctypes.Array) else (kind, None)
             memory: Any = (ctypes.c_ubyte * ctypes.sizeof(value)).from_buffer(value)

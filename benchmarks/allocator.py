@@ -24,7 +24,7 @@ from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.slurm_plugin.daemon.nodes import usable_cpus
 from hetstream.slurm_plugin.daemon.registry import JobTimes, Registered, table_of
 from hetstream.slurm_plugin.daemon.settings import PolicySettings
-from hetstream.slurm_plugin.placement.data_workers import Network, spread
+from hetstream.slurm_plugin.placement import Network, spread
 from hetstream.slurm_plugin.policy.policies import POLICIES, under_all_rules
 from hetstream.slurm_plugin.policy.table import JobTable, Pool, check_allocation, job_table
 

@@ -44,8 +44,8 @@ from hetstream.slurm_plugin.policy.policies import Rules
 from hetstream.slurm_plugin.policy.rules import MoveCost
 from hetstream.slurm_plugin.simulate import metrics
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.sacct import error_of, same_order
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario, WorkerOptions
+from hetstream.slurm_plugin.simulate.traces import error_of, same_order
 from hetstream.slurm_plugin.simulate.usage_log import Outcome
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, parse
 from tests.devcluster.spec import ClusterShape

@@ -19,8 +19,7 @@ import numpy as np
 
 from benchmarks import harness, machine, openb
 from benchmarks.harness import Row
-from hetstream.slurm_plugin.placement.data_workers import Network, room_of, spread
-from hetstream.slurm_plugin.placement.placement import CHOICES, WHOLE, Nodes, Shape, Spot, TypicalShapes
+from hetstream.slurm_plugin.placement import CHOICES, WHOLE, Network, Nodes, Shape, Spot, TypicalShapes, room_of, spread
 
 WORKLOADS = {"default": 95.0, "cpu250": 93.0}
 PUBLISHED_NAMES = {"fgd": "FGD", "best-fit": "BestFit", "dot-product": "DotProd", "random": "Random"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.running import ROOT
-from hetstream.slurm_plugin.placement.placement import WHOLE, Nodes, Shape
+from hetstream.slurm_plugin.placement import WHOLE, Nodes, Shape
 
 TRACES = ROOT.parent / "shared" / "traces"
 

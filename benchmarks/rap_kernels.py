@@ -21,8 +21,7 @@ import torch
 from benchmarks.latency_model import CLASSES, KernelSize, beyond_caches
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
-from hetstream.mpi_dataworkers.features.chains import groups_of
-from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, groups_of, jagged
 from hetstream.mpi_dataworkers.features.operators import FeatureType
 
 # Lengths of a feature's lists, each as often as the others.

@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.checkpoint.flash.options import CheckpointOptions as CheckpointOptions
     from hetstream.checkpoint.flash.options import CheckpointStats as CheckpointStats
     from hetstream.checkpoint.flash.reader import CheckpointReader as CheckpointReader
-    from hetstream.checkpoint.policy.interval import Adaptive as Adaptive
-    from hetstream.checkpoint.policy.interval import Every as Every
-    from hetstream.checkpoint.policy.retention import Best as Best
-    from hetstream.checkpoint.policy.retention import Retention as Retention
+    from hetstream.checkpoint.policy import Adaptive as Adaptive
+    from hetstream.checkpoint.policy import Best as Best
+    from hetstream.checkpoint.policy import Every as Every
+    from hetstream.checkpoint.policy import Retention as Retention
     from hetstream.hetjob.master.local import data_workers as data_workers
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator as numpy_sample_generator
     from hetstream.mpi_dataworkers.generators import sample_generator as sample_generator
@@ -41,19 +41,19 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
 else:
     # The module of each name.
     _MODULES = {
-        "Adaptive": "checkpoint.policy.interval",
-        "Best": "checkpoint.policy.retention",
+        "Adaptive": "checkpoint.policy",
+        "Best": "checkpoint.policy",
         "CheckpointOptions": "checkpoint.flash.options",
         "CheckpointReader": "checkpoint.flash.reader",
         "CheckpointStats": "checkpoint.flash.options",
         "DataLoader": "mpi_dataworkers.loader.data_loader",
         "EvaluationRecipe": "mpi_dataworkers.images.recipes",
-        "Every": "checkpoint.policy.interval",
+        "Every": "checkpoint.policy",
         "FlashCheckpointer": "checkpoint.flash.checkpointer",
         "HetstreamError": "base.errors",
         "ImageFolder": "mpi_dataworkers.images.folder",
         "LoadedCheckpoint": "checkpoint.flash.destinations",
-        "Retention": "checkpoint.policy.retention",
+        "Retention": "checkpoint.policy",
         "ShardingPolicy": "mpi_dataworkers.order.visitation",
         "TrainingRecipe": "mpi_dataworkers.images.recipes",
         "Visitation": "mpi_dataworkers.order.visitation",

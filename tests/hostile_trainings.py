@@ -22,7 +22,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity, stores_prefix
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Retention
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.hetjob.elastic.controller import ControllerState
 from hetstream.hetjob.job.ended_job import SUMMARY_FILE, load_own_summary, load_summary, write_summary

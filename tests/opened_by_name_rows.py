@@ -99,7 +99,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/ops/process_memory.py": "- PrivateMemory.written PrivatePages.own _paths _shared_lines",
         "mpi_dataworkers/ops/settings.py": "_umask",
         "mpi_dataworkers/partitioner/leaves.py": "-",
-        "mpi_dataworkers/worker/control.py": "OwnMemory._read",
+        "mpi_dataworkers/worker/worker.py": "OwnMemory._read",
         "mpi_dataworkers/worker/process.py": "count_oom_kills*2",
         "slurm_plugin/cli/__init__.py": "_drop_stdout",
         "slurm_plugin/cli/gpu_report.py": "_numbers*2",

@@ -42,8 +42,7 @@ from hetstream.checkpoint.errors import (
     reach,
 )
 from hetstream.checkpoint.locks import FileLock
-from hetstream.checkpoint.policy.interval import Attempt
-from hetstream.checkpoint.policy.retention import Retention, RetentionDecision, Saved, judge
+from hetstream.checkpoint.policy import Attempt, Retention, RetentionDecision, Saved, judge
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage, is_newest_removed
 

@@ -34,8 +34,7 @@ from hetstream.checkpoint.errors import (
     reach,
 )
 from hetstream.checkpoint.locks import FileLock, is_locked
-from hetstream.checkpoint.policy.interval import Attempt
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Attempt, Retention
 from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
 from hetstream.checkpoint.record.lineage import Lineage
 

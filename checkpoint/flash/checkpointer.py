@@ -12,7 +12,7 @@ This module is what a program calls. The work is done by
 * `storage.py`: the store in memory, the directory on disk, and the checkpoint writer between them;
 * `saving.py`: takes a state apart, plans its copy (`tensors/copy_plan.py`) and makes it;
 * `candidates.py`, `sources.py` and `destinations.py`: choose a generation, open it, copy it into the state;
-* `policy/interval.py` and `stopping.py`: when all ranks save, and when they end;
+* `policy.py` and `stopping.py`: when all ranks save, and when they end;
 * `ownership.py`: plugs in the handover to another job, and copies on other hosts (`replica/`).
 
 docs/architecture.md follows one save through these files.
@@ -49,19 +49,19 @@ from hetstream.checkpoint.flash.saving import Capture, Saving, cycles_held_off
 from hetstream.checkpoint.flash.stopping import Stopping, warn_of_wrapper
 from hetstream.checkpoint.flash.storage import CheckpointStorage
 from hetstream.checkpoint.memory.store_files import WriterStatus
-from hetstream.checkpoint.policy.interval import (
+from hetstream.checkpoint.policy import (
     Adaptive,
     Every,
     FailureHistory,
     IntervalDecision,
+    Retention,
     Schedule,
     agree_on_interval,
     rounded_duration,
 )
-from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.layout import Generation
 
-# When to save: the schedule of `policy/interval.py` with the clock, the costs and the other ranks.
+# When to save: the schedule of `policy.py` with the clock, the costs and the other ranks.
 #
 # Called by `FlashCheckpointer.should_save`. Ranks exchange their decisions once after each save, and never in a save.
 

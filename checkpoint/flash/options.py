@@ -13,8 +13,7 @@ from typing import Any, SupportsIndex
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.memory.store import MIN_SLOTS
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, WriterStatus
-from hetstream.checkpoint.policy.interval import Adaptive, Every
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Adaptive, Every, Retention
 from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
 from hetstream.checkpoint.record.structure import RNG
 

@@ -34,7 +34,7 @@ from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.checkpoint.flash.ranks import Communicator, from_rank_0, gather, together
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Retention
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage, Replica
 

@@ -20,7 +20,7 @@ from hetstream.checkpoint.flash.destinations import LoadedCheckpoint, RestoreReq
 from hetstream.checkpoint.flash.options import CheckpointOptions, requested_step
 from hetstream.checkpoint.flash.ranks import Communicator, communicator, from_rank_0
 from hetstream.checkpoint.flash.saving import Capture, cycles_held_off
-from hetstream.checkpoint.policy.retention import Best
+from hetstream.checkpoint.policy import Best
 from hetstream.checkpoint.record.lineage import Lineage
 from hetstream.checkpoint.record.structure import RNG
 from hetstream.checkpoint.record.tree import numbers_in

@@ -30,7 +30,7 @@ from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import FALLBACK, StoreFiles, StoreIdentity, make_fallback
 from hetstream.checkpoint.memory.store_recovery import newest_attempt
 from hetstream.checkpoint.persist.writer import spawn_writer
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Retention
 from hetstream.checkpoint.record.layout import Generation
 from hetstream.checkpoint.record.lineage import Lineage
 

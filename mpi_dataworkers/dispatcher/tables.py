@@ -1,6 +1,6 @@
 """What the dispatcher knows: who is there, what is read, and who has which steps. Data, and the indexes over it.
 
-The modules that decide read and change it, `status.py` shows it; it decides nothing, and imports none of them.
+The modules that decide read and change it, `state.py` shows it; it decides nothing, and imports none of them.
 """
 
 from __future__ import annotations

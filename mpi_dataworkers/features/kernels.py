@@ -15,8 +15,7 @@ import torch
 
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import TORCH_DTYPES, Columns, ranges, repeated
-from hetstream.mpi_dataworkers.features.chains import Chain
-from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.features.graph import Chain, FeatureGraph
 from hetstream.mpi_dataworkers.features.operators import RANGES, FeatureType
 
 # Operators that make one value of each, whatever the shape.

@@ -18,8 +18,7 @@ from hetstream.mpi_dataworkers.compiling import compiled
 from hetstream.mpi_dataworkers.compiling import compiler as compiler
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import TORCH_DTYPES, Columns
-from hetstream.mpi_dataworkers.features.chains import Chain
-from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.features.graph import Chain, FeatureGraph
 from hetstream.mpi_dataworkers.features.kernels import borders_without_repeats
 from hetstream.mpi_dataworkers.features.operators import DTYPES, RANGES, FeatureType
 

@@ -18,8 +18,7 @@ import torch
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native as native_code
 from hetstream.mpi_dataworkers.features.batches import Columns, Jagged, JaggedBatch, Reader, Values
-from hetstream.mpi_dataworkers.features.chains import groups_of
-from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output, groups_of
 from hetstream.mpi_dataworkers.features.kernels import TorchGroup
 from hetstream.mpi_dataworkers.features.native import NativeChoice, NativeGroup, is_exact, native_choice
 from hetstream.mpi_dataworkers.features.native import are_lists as native_lists

@@ -16,15 +16,16 @@ from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.partitioner.capture import (
     CapturedForward,
+    Effects,
     Graph,
     TraceMode,
+    effects_of,
     on_both_sides,
     read,
     traced,
     unwarned,
 )
 from hetstream.mpi_dataworkers.partitioner.cut import CutDecision, Cutter, OperatorCost, Rates
-from hetstream.mpi_dataworkers.partitioner.effects import Effects, effects_of
 from hetstream.mpi_dataworkers.partitioner.leaves import same_bytes
 from hetstream.mpi_dataworkers.partitioner.program import (
     GRAIN_SIZE,

@@ -1,4 +1,4 @@
-"""`hetstream ckpt ACTION`: checkpoints on disk and in memory, and the writers of a job."""
+"""`hetstream ckpt ACTION`: checkpoints on disk and in memory, in other formats too, and the writers of a job."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hetstream.base.errors import HetstreamError, UsageError
+from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.files import Directory, make_private
+from hetstream.base.installed import install_command
 from hetstream.base.process import with_job
 from hetstream.base.text import duration_words, printable, size_words
 from hetstream.checkpoint.config import DIRECTORY, NO_JOB
 from hetstream.checkpoint.disk.commit import problem_of_latest
 from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory, Partial
+from hetstream.checkpoint.disk.isolated_read import read_apart
 from hetstream.checkpoint.disk.rank_file import bounded
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint
 from hetstream.checkpoint.memory.store_files import StoreFiles, WriterStatus
@@ -53,6 +55,9 @@ from hetstream.slurm_plugin.cli.screen import add_wide_argument, wants_color, wi
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, table
 from hetstream.slurm_plugin.submit.program import own_program
+
+if TYPE_CHECKING:
+    from hetstream.checkpoint.convert.dcp import Source
 
 # `hetstream ckpt ls`: checkpoints on disk, and what this host's memory holds.
 
@@ -550,3 +555,177 @@ def _is_left_over(store: FoundStore) -> bool:
     newest = store.generations[0] if store.generations else None
     unsaved = newest is not None and (store.persisted is None or newest > store.persisted)
     return unsaved and not store.trainer_alive and not store.writer_alive and Path(store.holder.directory).is_absolute()
+
+
+CKPT_VERIFY_EPILOG = """\
+A damaged checkpoint is marked by a file `damaged.txt` in its directory, so that no restore takes it. If a marked one is
+whole again, the mark is removed.
+
+Exit codes: 0 all are good, 1 one is damaged or there is none.
+
+examples:
+  hetstream ckpt verify checkpoints               all of them
+  hetstream ckpt verify --step 1200 checkpoints   those of one step, of whichever attempt
+"""
+
+
+def add_ckpt_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the action."""
+    parser.description = "Read checkpoints, compare their checksums, and decode them as a restore does."
+    parser.epilog = CKPT_VERIFY_EPILOG
+    parser.add_argument("directory", type=Path, metavar="DIR", help="checkpoint directory")
+    parser.add_argument("--step", type=int, metavar="N", help="only checkpoints of this step")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.set_defaults(run=run_ckpt_verify)
+
+
+def run_ckpt_verify(args: argparse.Namespace) -> int:
+    """Read them, newest first, and say how each is."""
+    # Here, as without torch there is no checkpoint to read, and all the same a parser, completion and man pages.
+    from hetstream.checkpoint.flash.sources import check_readable
+
+    directory = existing(args.directory)
+    chosen = [checkpoint for checkpoint in directory.scan() if args.step in (None, checkpoint.generation.step)]
+    if not chosen:
+        step = "" if args.step is None else f" of step {args.step}"
+        raise NoCheckpoint(f"{args.directory} has no checkpoint{step}. See: hetstream ckpt ls {args.directory}")
+    results: list[dict[str, Any]] = []
+    for number, checkpoint in enumerate(chosen, start=1):
+        progress = _Progress(checkpoint, f"{number}/{len(chosen)}")
+        began_s = time.monotonic()
+        with bounded(checkpoint.path):
+            problems = directory.verify(checkpoint.generation, progress.advance, check_readable)
+        took_s = time.monotonic() - began_s
+        progress.clear()
+        results.append(
+            {**as_fields(checkpoint.generation), "path": str(checkpoint.path), "problems": problems, "took_s": took_s}
+        )
+        if not args.json:
+            good = f"good  {size_words(checkpoint.num_bytes)} in {took_s:.1f} s"
+            print(
+                f"{checkpoint.path.name}  {'damaged: ' + printable('; '.join(problems)) if problems else good}",
+                flush=True,
+            )
+    if args.json:
+        print(json.dumps({"meta": {"version": 1}, "checkpoints": results}, indent=1))
+    return 1 if any(result["problems"] for result in results) else 0
+
+
+class _Progress:
+    """One line on a terminal that says how far a checkpoint has been read; elsewhere nothing.
+
+    Args:
+        checkpoint: that is read.
+        place: of it among all.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, place: str) -> None:
+        self._checkpoint = checkpoint
+        self._place = place
+        self._done_bytes = 0
+        self._is_shown = sys.stderr.isatty()
+        self.advance(0)
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes have been compared."""
+        self._done_bytes += num_bytes
+        if self._is_shown:
+            of = f"{size_words(self._done_bytes)} of {size_words(self._checkpoint.num_bytes)}"
+            print(f"\r\x1b[K{self._place} {self._checkpoint.path.name}  {of}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave the line empty."""
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# Those of `convert/dcp.py`, which needs torch; a parser does not.
+KINDS = ("flash", "dcp", "torch", "safetensors")
+
+CKPT_CONVERT_EPILOG = """\
+SRC is recognised by what is in it: a directory of checkpoints, or one checkpoint in it; a directory of
+torch.distributed.checkpoint (dcp); a file of torch.save; a safetensors file.
+
+  --to dcp          what plain torch.distributed.checkpoint.load reads, on any number of ranks
+  --to torch        one file for torch.load(..., weights_only=True): the state, nested as it was
+  --to safetensors  one file of all tensors, by their names in the state
+  --to flash        one more checkpoint in the directory DST, newer than all there, as FlashCheckpointer restores it
+
+Sharded tensors become whole. Of values that each rank has for itself, those of rank 0 are taken. No code in SRC is run.
+Exit codes: 0 done, 1 SRC is damaged, missing or cannot be held by DST, 2 the command line is wrong.
+
+examples:
+  hetstream ckpt convert checkpoints model.pt --to torch              the newest checkpoint
+  hetstream ckpt convert --step 1200 checkpoints dcp --to dcp
+  hetstream ckpt convert old_dcp checkpoints --to flash --as-step 1200
+"""
+
+
+def add_ckpt_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the action."""
+    parser.description = "Turn checkpoints into other formats, and others into checkpoints."
+    parser.epilog = CKPT_CONVERT_EPILOG
+    parser.add_argument("source", type=Path, metavar="SRC", help="what to convert")
+    parser.add_argument("target", type=Path, metavar="DST", help="what to make of it; must not exist, except for flash")
+    parser.add_argument("--to", required=True, choices=KINDS, help="format of DST")
+    parser.add_argument("--step", type=int, metavar="N", help="of which step (default: the newest)")
+    parser.add_argument("--as-step", type=int, metavar="N", help="flash: which step DST is of, if SRC does not say")
+    parser.add_argument("--under", metavar="KEY", help="put all of SRC under this key, e.g. model")
+    parser.add_argument("--dry-run", action="store_true", help="read SRC and say what would be written")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.set_defaults(run=run_ckpt_convert)
+
+
+def run_ckpt_convert(args: argparse.Namespace) -> int:
+    """Convert, or say what would be."""
+    from hetstream.checkpoint.convert.dcp import check_target, detect
+
+    source = detect(args.source)
+    _check_options(args, source)
+    check_target(args.target, args.to)
+    done = read_apart(source.path, lambda: _convert(source, args))
+    done = {"source": str(args.source), "from": source.kind, "to": args.to, "dry_run": args.dry_run, **done}
+    if args.json:
+        print(json.dumps({"meta": {"version": 1}, "conversion": done}, indent=1))
+        return 0
+    verb = "would write" if args.dry_run else "wrote"
+    print(printable(f"{verb} {done['target']}: {done['what']}, from {args.source} ({source.kind})"))
+    for note in done["notes"]:
+        print(f"note: {printable(note)}", file=sys.stderr)
+    return 0
+
+
+def _check_options(args: argparse.Namespace, source: Source) -> None:
+    """Refuse options that would change nothing, all at once."""
+    rules = (
+        ("step", source.kind == "flash", f"SRC is {source.kind}, which has no steps to choose from"),
+        ("as_step", args.to == "flash", "only with --to flash"),
+    )
+    problems = [
+        f"--{name.replace('_', '-')}={getattr(args, name)}: {rule}"
+        for name, is_right, rule in rules
+        if getattr(args, name) is not None and not is_right
+    ]
+    if (args.as_step or 0) < 0:
+        problems.append(f"--as-step={args.as_step}: a step is 0 or more")
+    if args.under == "":
+        problems.append("--under: a key has at least one letter")
+    if problems:
+        raise OptionsError("; ".join(problems))
+
+
+def _convert(source: Source, args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        from hetstream.checkpoint.convert.weights import check_step, reading, write
+    except ImportError as error:
+        raise CheckpointError(f"this conversion needs torch: {install_command('torch')} ({error})") from error
+    with reading(source, args.step, args.under or "") as content:
+        check_step(content, args.to, args.as_step)
+        tensors = content.tensors
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        keys = ", ".join(content.state)
+        what = f"{len(tensors)} tensor(s), {size_words(num_bytes)}, under {keys[:200]}"
+        target = args.target
+        if not args.dry_run:
+            target = write(content, args.to, target, step=args.as_step)
+        return {"target": str(target), "what": what, "num_tensors": len(tensors), "notes": content.notes}

@@ -68,12 +68,12 @@ _FILES = {
         "service": ("dispatcher", "worker"),
         "cluster": ("frag", "jobs", "advise"),
         "report": ("serve", "exporter"),
-        "ckpt": ("ckpt_ls", "ckpt_gc", "ckpt_start", "ckpt_writer"),
-        "gpu": ("gpu_coordinator", "gpu_run", "gpu_suspend", "gpu_top"),
+        "ckpt": ("ckpt_ls", "ckpt_verify", "ckpt_gc", "ckpt_convert", "ckpt_start", "ckpt_writer"),
+        "gpu": ("gpu_coordinator", "gpu_run", "gpu_suspend", "gpu_top", "gpu_emulate"),
         "gpu_report": ("gpu_exporter",),
         "packer": ("gpu_jobs", "gpu_pack"),
         "install": ("uninstall", "doctor"),
-        "daemon": ("daemon_status",),
+        "daemon": ("daemon_status", "policy"),
     }.items()
     for module in modules
 }

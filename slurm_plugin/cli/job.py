@@ -39,8 +39,16 @@ from hetstream.mpi_dataworkers.wire.messages import Status
 from hetstream.slurm_plugin.cli.cluster_source import read_cluster_or_jobs
 from hetstream.slurm_plugin.cli.output import meta_of
 from hetstream.slurm_plugin.cli.screen import add_wide_argument, check_interval, show_again
-from hetstream.slurm_plugin.client.accounting import Times, from_queue, has_accounting, job_place
-from hetstream.slurm_plugin.client.job_use import JobUse, of_queue, recorded, with_steps
+from hetstream.slurm_plugin.client.accounting import (
+    JobUse,
+    Times,
+    from_queue,
+    has_accounting,
+    job_place,
+    of_queue,
+    recorded,
+    with_steps,
+)
 from hetstream.slurm_plugin.client.model import Job, Snapshot, is_own
 from hetstream.slurm_plugin.client.read import CommandReader
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

@@ -19,12 +19,11 @@ from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
-from hetstream.slurm_plugin.placement.placement import CHOICES
+from hetstream.slurm_plugin.placement import CHOICES
 from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
 from hetstream.slurm_plugin.policy.rules import EVERYBODY
 from hetstream.slurm_plugin.render.tables import Column, Report, Row, Section
 from hetstream.slurm_plugin.simulate.metrics import BASELINES, PACKED, RULES, Compared, as_plain, compare
-from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions, ReplayError, replay
 from hetstream.slurm_plugin.simulate.scenario import (
     CapOptions,
     Discipline,
@@ -35,7 +34,16 @@ from hetstream.slurm_plugin.simulate.scenario import (
     WorkerOptions,
 )
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions
-from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, Trace, read_trace
+from hetstream.slurm_plugin.simulate.traces import (
+    EXPORT,
+    READERS,
+    Assumptions,
+    ReadOptions,
+    ReplayError,
+    Trace,
+    read_trace,
+    replay,
+)
 from hetstream.slurm_plugin.simulate.workload import MOST, Cluster, Workload, of_nodes, parse
 
 EPILOG = f"""\

@@ -352,7 +352,7 @@ class Job:
     def num_records(self) -> int:
         """How many jobs the record stands for: the number of pending tasks of an array, otherwise 1.
 
-        Of indices that are cut as many as are there; see `lenient_parsing.py`.
+        Of indices that are cut as many as are there; see `slurm_units.py`.
         """
         if not self.array_tasks or not self.is_pending:
             return 1

@@ -13,7 +13,6 @@ from typing import TypeVar
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.client.lenient_parsing import Reading, note_doubts
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
@@ -29,7 +28,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     readable,
     requested_gpus,
 )
-from hetstream.slurm_plugin.client.slurm_units import expand, megabytes, tres
+from hetstream.slurm_plugin.client.slurm_units import Reading, expand, megabytes, note_doubts, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # One word for a state that has several, as Slurm's tables choose it (job_state_string in slurm_protocol_defs.c).

@@ -18,7 +18,6 @@ from functools import partial
 from typing import TypeVar
 
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
-from hetstream.slurm_plugin.client.lenient_parsing import Reading, note_doubts
 from hetstream.slurm_plugin.client.model import (
     MAINTENANCE,
     PENDING_STATES,
@@ -33,10 +32,12 @@ from hetstream.slurm_plugin.client.model import (
     total,
 )
 from hetstream.slurm_plugin.client.slurm_units import (
+    Reading,
     expand,
     known_gres,
     megabytes,
     moment,
+    note_doubts,
     parse_gres,
     seconds,
     text_or_empty,
@@ -109,7 +110,7 @@ def parse_rows(text: str, fields: Sequence[str], field_end: str, record_end: str
 def parse_jobs(
     text: str, fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END
 ) -> tuple[Job, ...]:
-    """The jobs that `squeue --noheader -O` printed, those with a damaged part, too (`lenient_parsing.py`).
+    """The jobs that `squeue --noheader -O` printed, those with a damaged part, too (`slurm_units.py`).
 
     A record without a job's number, which no user writes, is left out and told.
 

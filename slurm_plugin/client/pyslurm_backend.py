@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.client.lenient_parsing import Reading, note_doubts
 from hetstream.slurm_plugin.client.model import PENDING_STATES, HetComponent, Job, Node, total
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
@@ -34,7 +33,15 @@ from hetstream.slurm_plugin.client.parse_text import (
     requested_gpus,
 )
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.client.slurm_units import expand, megabytes, moment, text_or_empty, tres
+from hetstream.slurm_plugin.client.slurm_units import (
+    Reading,
+    expand,
+    megabytes,
+    moment,
+    note_doubts,
+    text_or_empty,
+    tres,
+)
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # Later ones have lost the old interface.

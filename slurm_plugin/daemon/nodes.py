@@ -17,8 +17,8 @@ from hetstream.hetjob.measured import Measured
 from hetstream.hetjob.site.messages import MAX_NODES
 from hetstream.slurm_plugin.client.model import Job, Node, Snapshot
 from hetstream.slurm_plugin.daemon.settings import PolicySettings
-from hetstream.slurm_plugin.placement.data_workers import Network, room_of, spread
-from hetstream.slurm_plugin.placement.data_workers import room_of as room_on_nodes
+from hetstream.slurm_plugin.placement import Network, room_of, spread
+from hetstream.slurm_plugin.placement import room_of as room_on_nodes
 from hetstream.slurm_plugin.policy.table import Floats
 
 Ints = npt.NDArray[np.int64]
@@ -212,7 +212,7 @@ def traffic(
 
 # Where a job's next data workers would be best: (cluster, job) -> names of nodes. Pure; called by the registry.
 #
-# By `placement/data_workers.py`: the trainer's nodes first, then where the fewest data workers are, and only where
+# By `placement.py`: the trainer's nodes first, then where the fewest data workers are, and only where
 # CPUs, memory and, if the site says how fast its links are, the network's budget suffice. The daemon prefers, and Slurm
 # has the last word.
 

@@ -19,7 +19,7 @@ from hetstream.hetjob.measured import RemainingWork
 from hetstream.hetjob.site.client import SiteSettings
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.insight.observation import MIN_INTERVAL_S
-from hetstream.slurm_plugin.placement.data_workers import DEFAULT_LINK_SHARE
+from hetstream.slurm_plugin.placement import DEFAULT_LINK_SHARE
 from hetstream.slurm_plugin.policy.policies import DEFAULT_POLICY, policy_named
 from hetstream.slurm_plugin.policy.rules import FLOOR, MACHINE_CPUS_PER_GPU, MoveCost
 from hetstream.slurm_plugin.policy.table import Floats, JobTable

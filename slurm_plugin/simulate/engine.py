@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Set
 import numpy as np
 
 from hetstream.slurm_plugin.errors import SimulationFault
-from hetstream.slurm_plugin.simulate.division import Division
+from hetstream.slurm_plugin.simulate.division import Division, JobPlaces, typical_shapes
 from hetstream.slurm_plugin.simulate.packing import Packing, asked_of
 from hetstream.slurm_plugin.simulate.running import (
     CPUS,
@@ -30,7 +30,6 @@ from hetstream.slurm_plugin.simulate.running import (
 )
 from hetstream.slurm_plugin.simulate.scenario import Discipline, FailureOptions, Scenario
 from hetstream.slurm_plugin.simulate.usage_log import FragmentationSampler, Outcome, UsageTotals, Use
-from hetstream.slurm_plugin.simulate.worker_nodes import JobPlaces, typical_shapes
 from hetstream.slurm_plugin.simulate.workload import Cluster, Workload
 
 # Nodes that fail and come back, drawn from a seed. Pure.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.errors import OptionsError
-from hetstream.slurm_plugin.placement.placement import CHOICES
+from hetstream.slurm_plugin.placement import CHOICES
 from hetstream.slurm_plugin.policy.policies import Rules
 from hetstream.slurm_plugin.policy.table import Policy
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.slurm_plugin.placement.placement import TypicalShapes
+from hetstream.slurm_plugin.placement import TypicalShapes
+from hetstream.slurm_plugin.simulate.division import unusable_gpus
 from hetstream.slurm_plugin.simulate.packing import Packing
 from hetstream.slurm_plugin.simulate.running import Nodes, Running
 from hetstream.slurm_plugin.simulate.scenario import Scenario
 from hetstream.slurm_plugin.simulate.sharing import Felt
-from hetstream.slurm_plugin.simulate.worker_nodes import unusable_gpus
 from hetstream.slurm_plugin.simulate.workload import Cluster, Workload
 
 # What a simulation found: times of each job, and the cluster's use over time. Pure.

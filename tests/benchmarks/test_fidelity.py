@@ -15,7 +15,7 @@ from benchmarks import fidelity
 from benchmarks.fidelity_picture import picture
 from benchmarks.job_lists import JobLists
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.sacct import same_order
+from hetstream.slurm_plugin.simulate.traces import same_order
 
 ROOT = Path(__file__).resolve().parents[2]
 LATENCIES = fidelity.Latencies(0.5, 1.0, 0.25)

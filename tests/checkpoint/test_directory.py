@@ -29,8 +29,7 @@ from hetstream.checkpoint.errors import (
     NoCheckpoint,
     NotEnoughSpace,
 )
-from hetstream.checkpoint.policy.interval import Attempt
-from hetstream.checkpoint.policy.retention import Best, Retention
+from hetstream.checkpoint.policy import Attempt, Best, Retention
 from hetstream.checkpoint.record.layout import Generation
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.checkpoint.parts import make_record, write_checkpoint

@@ -33,7 +33,7 @@ from hetstream.checkpoint.flash.ownership import (
 )
 from hetstream.checkpoint.flash.stopping import StopAgreement, steps_until_next
 from hetstream.checkpoint.memory.view import find_stores
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Retention
 from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint.parts import write_checkpoint
 

@@ -13,7 +13,7 @@ from hetstream.checkpoint.errors import SharedMemoryFull
 from hetstream.checkpoint.memory.segment import file_bytes
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreIdentity
-from hetstream.checkpoint.policy.interval import Schedule
+from hetstream.checkpoint.policy import Schedule
 from hetstream.checkpoint.record.layout import Generation
 
 SIZE = 4 << 20

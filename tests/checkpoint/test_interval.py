@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.policy.interval import (
+from hetstream.checkpoint.policy import (
     Adaptive,
     Attempt,
     Every,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.policy.retention import Best, Retention, Saved, judge
+from hetstream.checkpoint.policy import Best, Retention, Saved, judge
 
 rules = st.builds(
     Retention,

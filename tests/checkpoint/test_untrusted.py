@@ -25,7 +25,7 @@ from hetstream.checkpoint.disk.rank_file import PartSpec
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
 from hetstream.checkpoint.memory.store_files import FALLBACK
 from hetstream.checkpoint.memory.view import places
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Retention
 from hetstream.checkpoint.record.layout import MAX_NUMBER, Generation
 from hetstream.checkpoint.replica import wire
 from hetstream.slurm_plugin.cli import main

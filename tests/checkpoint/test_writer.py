@@ -21,7 +21,7 @@ from hetstream.checkpoint.errors import POINTS
 from hetstream.checkpoint.memory.store_files import WriterStatus
 from hetstream.checkpoint.memory.view import StoreView
 from hetstream.checkpoint.persist.writer import spawn_writer
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Retention
 from hetstream.checkpoint.record.layout import Generation
 from tests.checkpoint import fake_trainer
 from tests.checkpoint.processes import ROOT, FakeTrainer, begin_trainer, begin_writer, end_process

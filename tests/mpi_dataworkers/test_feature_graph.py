@@ -17,7 +17,6 @@ import torch
 from hetstream.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
-from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.cut import CutGraph, DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import (
     Feature,
@@ -27,6 +26,7 @@ from hetstream.mpi_dataworkers.features.graph import (
     Step,
     dense,
     from_json,
+    groups_of,
     jagged,
     to_json,
 )

@@ -23,8 +23,7 @@ from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features import transform as transform_module
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
-from hetstream.mpi_dataworkers.features.chains import groups_of
-from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, groups_of, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from tests.programs import needs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
-from hetstream.mpi_dataworkers.worker.control import OwnMemory
+from hetstream.mpi_dataworkers.worker.worker import OwnMemory
 
 ROLLUP = """\
 55d5278b8000-7ffd83203000 ---p 00000000 00:00 0                          [rollup]

@@ -15,7 +15,7 @@ import pytest
 
 from hetstream.checkpoint.convert import dcp
 from hetstream.hetjob.convert.spec import OPTIONS
-from hetstream.slurm_plugin.cli import VERBS, build_parser, ckpt_convert, main
+from hetstream.slurm_plugin.cli import VERBS, build_parser, ckpt, main
 from hetstream.slurm_plugin.cli.completion import HANDED_ON, SHELLS, completion
 from hetstream.slurm_plugin.cli.migrate import _OWN as OF_MIGRATE
 from tests.programs import needs
@@ -97,7 +97,7 @@ def test_without_torch_there_is_the_same_completion() -> None:
         [sys.executable, "-c", code, "completion", "bash"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == completion("bash") + "\n"
-    assert ckpt_convert.KINDS == dcp.KINDS
+    assert ckpt.KINDS == dcp.KINDS
 
 
 @needs("bash")

@@ -30,7 +30,7 @@ from hetstream.hetjob.site.messages import (
     ShowPolicy,
 )
 from hetstream.slurm_plugin.cli import build_parser, main
-from hetstream.slurm_plugin.cli.policy import changed
+from hetstream.slurm_plugin.cli.daemon import changed
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, STATE_FILE, Store, remembered_jobs, remembered_settings

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 from hetstream.checkpoint.flash.options import CheckpointOptions
-from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.policy import Retention
 
 TIMEOUT_S = 120.0
 LOOK_S = 0.02

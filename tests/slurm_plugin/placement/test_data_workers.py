@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.placement.data_workers import Network, room_of, spread
+from hetstream.slurm_plugin.placement import Network, room_of, spread
 
 GBIT = 1e9 / 8
 

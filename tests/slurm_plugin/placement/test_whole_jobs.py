@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.frag import arrivals, replay
 from benchmarks.openb import made_up_cluster, made_up_jobs
-from hetstream.slurm_plugin.placement.placement import (
+from hetstream.slurm_plugin.placement import (
     CHOICES,
     WHOLE,
     FragmentationGradient,

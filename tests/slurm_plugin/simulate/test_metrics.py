@@ -12,8 +12,8 @@ from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.insight.prices import Prices
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.metrics import Metrics, compare, interval, measure
-from hetstream.slurm_plugin.simulate.sacct import replay
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario
+from hetstream.slurm_plugin.simulate.traces import replay
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build, parse
 
 FIFO = Scenario("tuned", Request.TUNED, Discipline.FIFO, sample_s=1.0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
-from hetstream.slurm_plugin.placement.placement import CHOICES
+from hetstream.slurm_plugin.placement import CHOICES
 from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
 from hetstream.slurm_plugin.policy.rules import MoveCost
 from hetstream.slurm_plugin.simulate.engine import simulate

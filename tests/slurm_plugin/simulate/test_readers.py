@@ -15,9 +15,8 @@ from hetstream.slurm_plugin.client.slurm_units import parse_gres
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate import workload
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.sacct import Assumptions
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
-from hetstream.slurm_plugin.simulate.traces import HEAVY, LIGHT, READERS, ReadOptions, read_trace
+from hetstream.slurm_plugin.simulate.traces import HEAVY, LIGHT, READERS, Assumptions, ReadOptions, read_trace
 from hetstream.slurm_plugin.simulate.workload import MOST_FIELD
 
 PHILLY = "job_id,submit_s,duration_s,num_gpus,vc\n7,100,60,1,a\n8,40,120,8,b\n"

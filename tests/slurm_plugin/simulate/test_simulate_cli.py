@@ -14,7 +14,7 @@ from recorded import Recorded
 
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.client.accounting import SACCT_STATES
-from hetstream.slurm_plugin.simulate.sacct import EXPORT
+from hetstream.slurm_plugin.simulate.traces import EXPORT
 
 JOBS = "job,submit_s,run_s,num_gpus,cpus_per_gpu,trainer_cpus_per_gpu\n" + "".join(
     f"j{at},{at * 300},{1200 + 700 * (at % 5)},{1 + at % 2},{(16, 2)[at % 3 == 0]},2\n" for at in range(24)

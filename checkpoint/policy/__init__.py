@@ -1,1 +1,0 @@
-"""When to save and what to keep: pure decisions, each with its reason. They read no clock, no file and no torch."""

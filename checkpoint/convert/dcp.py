@@ -98,7 +98,7 @@ class FlashStorageReader(StorageReader):
             if whole is not None:
                 found[name] = self._chunks(name, whole)
                 continue
-            if any(isinstance(leaf, torch.Tensor) for leaf in _tensors_in(value)):
+            if any(isinstance(leaf, torch.Tensor) for _, leaf in walk("", value)):
                 kind = type(value).__name__
                 raise UnsupportedState(
                     f"{name} is a {kind} that holds tensors; torch.distributed.checkpoint loads those of dicts and "
@@ -160,10 +160,6 @@ class FlashStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory."""
         return os.path.isdir(checkpoint_id)
-
-
-def _tensors_in(value: Any) -> Iterator[Any]:
-    return (leaf for _, leaf in walk("", value))
 
 
 # What a conversion starts from and where it goes, found out without torch.

@@ -209,7 +209,7 @@ def take(
                 if is_temporary(name, _OWNER):  # made with this lock only: whoever began it is dead
                     root.unlink(name, missing_ok=True)
         events = history(path)
-        last_seen = dict(_last_seen(seen))
+        last_seen = dict(sorted((generation.attempt, time_s) for generation, time_s in seen))  # the newest time of each
         owner = read_owner(path)
         with Directory.open(path, group_reads=True) as root:
             root.check_own()
@@ -362,11 +362,6 @@ def _died(events: Iterable[Event], last_seen: dict[int, float]) -> list[Event]:
         Event("died", start.attempt, max(start.time_s, last_seen.get(start.attempt, start.time_s)))
         for start in open_starts.values()
     ]
-
-
-def _last_seen(seen: Iterable[tuple[Generation, float]]) -> Iterable[tuple[int, float]]:
-    """The newest time of each attempt's checkpoints."""
-    return sorted((generation.attempt, time_s) for generation, time_s in seen)
 
 
 def history(path: Path) -> list[Event]:

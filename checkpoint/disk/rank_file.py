@@ -606,16 +606,13 @@ def _damaged_chunks(
 def _describe(path: Path, manifest: Manifest, damaged: list[int], entries: Sequence[Entry], begin: int) -> str:
     first = damaged[0] * manifest.chunk_bytes
     end = min(first + manifest.chunk_bytes, manifest.num_bytes)
-    touched = list(_touched(entries, first - begin, end - begin))
+    low, high = first - begin, end - begin
+    touched = [entry.name for entry in entries if entry.offset < high and entry.offset + entry.num_bytes > low]
     named = ", ".join(touched[:3]) + (f" and {len(touched) - 3} more" if len(touched) > 3 else "")
     return (
         f"{path} is damaged in {len(damaged)} of {len(manifest.checksums)} chunks, first in bytes {first}-{end - 1}"
         + (f" (tensors {named})" if named else "")
     )
-
-
-def _touched(entries: Sequence[Entry], begin: int, end: int) -> Iterator[str]:
-    return (entry.name for entry in entries if entry.offset < end and entry.offset + entry.num_bytes > begin)
 
 
 # How much memory and time a command may take to read a directory or a file that others may have made: in proportion to

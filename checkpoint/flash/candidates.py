@@ -246,7 +246,8 @@ class RestoreCandidates:
         self._check_same_step(step)
         tries = _Tries(self.sources.directory.path)
         offer = self._offer(with_left=step is not None)
-        is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
+        has_on_disk = bool(offer.disk) or any(problem.startswith(_ON_DISK) for problem in offer.problems)
+        is_on_disk = any(gather(self.ranks, has_on_disk))
         has_waited = False
         while True:
             offers = self._exchange(offer)
@@ -383,7 +384,3 @@ def _why_not_this_step(step: int, offers: list[Offer], lineage: Lineage, path: P
 
 def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps))
-
-
-def _is_of_disk(problem: str) -> bool:
-    return problem.startswith(_ON_DISK)

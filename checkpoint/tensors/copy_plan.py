@@ -377,7 +377,8 @@ def copy_in_memory(
     moves = [*moves]
     for destination, tensor in zip(destinations, tensors, strict=True):
         is_plain = tensor.is_contiguous() and destination.is_contiguous()
-        if not is_plain or tensor.is_conj() or tensor.is_neg() or not _are_alike(tensor, destination):
+        are_alike = tensor.dtype == destination.dtype and tensor.nbytes == destination.nbytes
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or not are_alike:
             left_to_torch[0].append(destination)
             left_to_torch[1].append(tensor)
         else:
@@ -467,7 +468,3 @@ def _copy_pieces(remaining: deque[Move]) -> None:
 
 def _pieces(into: int, start: int, num_bytes: int) -> Iterator[Move]:
     return ((into + at, start + at, min(_PIECE_BYTES, num_bytes - at)) for at in range(0, num_bytes, _PIECE_BYTES))
-
-
-def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.dtype == other.dtype and tensor.nbytes == other.nbytes

@@ -115,7 +115,8 @@ def _readings(arguments: Sequence[Word], values: Values) -> list[tuple[Step, lis
                 texts = values.of(word.text)
                 if any(re.match(r'"?[$`]', piece) for text in texts for piece in text.split()):
                     raise Unknown(f"{word.text[:40]!r} has a $ in its value, which a shell leaves as it is")
-                pending += [(dict(options), [*_split(text, word), *unread]) for text in texts]
+                split = [[Word(piece, word.line) for piece in text.split()] for text in texts]
+                pending += [(dict(options), [*words, *unread]) for words in split]
                 options = {"": None}
                 break
             text = unquoted(word.text)
@@ -130,10 +131,6 @@ def _readings(arguments: Sequence[Word], values: Values) -> list[tuple[Step, lis
         if len(found) + len(pending) > _MOST_READINGS:
             raise Unknown("it can be read in too many ways")
     return found
-
-
-def _split(text: str, word: Word) -> list[Word]:
-    return [Word(piece, word.line) for piece in text.split()]
 
 
 def _read_option(text: str, word: Word, unread: list[Word], options: dict[str, Given | None]) -> None:

@@ -24,7 +24,6 @@ from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState,
 from hetstream.hetjob.elastic.step_terms import StepTerm
 from hetstream.hetjob.elastic.tuning import (
     LEAST_GAIN,
-    LoadingModel,
     LoadingPoints,
     LocalLoading,
     SizeProgress,
@@ -360,7 +359,8 @@ class Controller:
             if now < self._grow_at:
                 return self._backing_off(now)
             model = self._loading.model()
-            if model is not None and not self._would_pay(model, have, max(need, have + 1)):
+            more = max(need, have + 1)
+            if model is not None and not growth_paid(model.per_s(have), model.per_s(more), have, more):
                 self._disappointed(now, have)
                 return _hold(f"{waits}, and {need} data workers would not make enough more than {have}: {model}")
             count = min(max(need, have + 1), have * _MOST_GROWTH, have + room) - have
@@ -394,9 +394,6 @@ class Controller:
         if enough is None or enough < need:
             return need, ""
         return enough + 1, f" ({model})"
-
-    def _would_pay(self, model: LoadingModel, before: int, after: int) -> bool:
-        return growth_paid(model.per_s(before), model.per_s(after), before, after)
 
     def _note_loading(self, snapshot: Snapshot, have: int, now: float) -> None:
         working = snapshot.of(CompanionState.WORKING)

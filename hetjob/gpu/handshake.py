@@ -277,11 +277,8 @@ def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> Co
         )
     if answer.refusal:
         refused = GpuTaken if answer.is_taken else GpuJobRefused
-        raise refused(f"the coordinator of this node's GPUs refuses this process: {_one_line(answer.refusal)}")
+        reason = printable(shortened(answer.refusal, 500))
+        raise refused(f"the coordinator of this node's GPUs refuses this process: {reason}")
     if num_descriptors != expected:
         raise GpuCoordinatorError(f"the coordinator at {path} sent {num_descriptors} descriptors instead of {expected}")
     return answer
-
-
-def _one_line(text: str) -> str:
-    return printable(shortened(text, 500))

@@ -459,13 +459,11 @@ class OperationPlacement:
 
     def window(self, operations: Sequence[int]) -> tuple[int, int]:
         """The first and the last step at which all of these could be, while those around them stay where they are."""
-        low = int(self._step_after(self._parents[operations]).max())
+        parents = self._parents[operations]
+        low = int(np.where(parents >= 0, self.step_of[parents] + 1, 0).max())
         inner = np.isin(self._parents, operations)
         high = int(self.step_of[inner].min(initial=self.num_steps)) - 1
         return low, high
-
-    def _step_after(self, parents: Places) -> Places:
-        return np.where(parents >= 0, self.step_of[parents] + 1, 0)
 
     def _move(self, at: int, step: int) -> None:
         """From where it is to a step, or out; one end of the two is nowhere."""

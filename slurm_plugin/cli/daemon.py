@@ -495,10 +495,6 @@ def _or_dash(value: object) -> str:
     return "-" if value is None else f"{value}"
 
 
-def _ago(time_s: float) -> str:
-    return duration_words(max(0.0, time.time() - time_s))
-
-
 _JOB_COLUMNS = (
     Column("job", "JOB", left=True),
     Column("user", "USER", left=True, priority=1),
@@ -514,7 +510,7 @@ _JOB_COLUMNS = (
     Column("reason", "BECAUSE", left=True, wraps=True),
 )
 _DECISION_COLUMNS = (
-    Column("time_s", "AGO", _ago),
+    Column("time_s", "AGO", lambda time_s: duration_words(max(0.0, time.time() - time_s))),
     Column("job", "JOB", left=True),
     Column("user", "USER", left=True, priority=1),
     Column("before", "FROM", _or_dash),

@@ -559,7 +559,8 @@ class CommandReader:
         else:
             source, nodes = "commands", () if without_nodes else self._nodes(release)
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
-        partitions = with_allowed_members(self._partitions(), jobs)
+        partitions = parse_text.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"))
+        partitions = with_allowed_members(partitions, jobs)
         jobs = with_times_to_come(with_open_partitions(jobs, partitions), time.time())
         jobs = self._with_gpu_defaults(jobs, GpuDefaults(partitions, nodes, config, release))
         hidden = hidden_by(config) if without_nodes else hidden_from_me(config, self._environ)
@@ -567,7 +568,8 @@ class CommandReader:
         seen = Snapshot(time.time(), version, source, jobs, nodes, (), config, (), hidden, without_nodes)
         records = functools.cache(self._records)
         jobs = self._with_told_gpus(seen, records)
-        reservations = with_members(self._reservations(), jobs)
+        reservations = parse_reservations(self._run("scontrol", "--oneliner", "show", "reservation"))
+        reservations = with_members(reservations, jobs)
         # It decides figures of nodes, and of their records scontrol then shows none.
         asked = frozenset() if without_nodes else spread_in_question(jobs, nodes, partitions, reservations)
         jobs = self._with_shares(jobs, asked, parts_of_cores_in_question(jobs, nodes, config), records)
@@ -737,12 +739,6 @@ class CommandReader:
                 "Slurm tells this user nothing of nodes (PrivateData=nodes), and without them no figure is right. Run "
                 "it as an operator or SlurmUser; what is known of jobs: hetstream jobs, hetstream why JOBID"
             ) from exc
-
-    def _reservations(self) -> tuple[Reservation, ...]:
-        return parse_reservations(self._run("scontrol", "--oneliner", "show", "reservation"))
-
-    def _partitions(self) -> tuple[Partition, ...]:
-        return parse_text.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"))
 
     def _run(self, *argv: str) -> str:
         # SLURM_CLUSTERS may name several clusters, of which scontrol reads none.

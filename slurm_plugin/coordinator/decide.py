@@ -236,7 +236,8 @@ def advance_trial(
     names = {job.name for job in jobs}
     if set(trial.tried) != names:
         limits = divided_memory(capacity_bytes, demands)
-        return MemoryTrial(limits, {}, limits, _all_moves(names), _counts(jobs))
+        moves = tuple((giver, getter) for giver in sorted(names) for getter in sorted(names) if giver != getter)
+        return MemoryTrial(limits, {}, limits, moves, _counts(jobs))
     durations = {job.name: job.statistics.mini_batch_ns for job in jobs if job.statistics}
     made = {name: count - trial.counts.get(name, 0) for name, count in _counts(jobs).items()}
     if len(durations) < len(names) or min(made.values()) < _BATCHES or min(durations.values()) <= 0:
@@ -260,10 +261,6 @@ def _moved(limits: Mapping[str, int], move: tuple[str, str], capacity_bytes: int
     giver, getter = move
     amount = min(limits[giver], int(_MOVED * capacity_bytes))
     return {**limits, giver: limits[giver] - amount, getter: limits[getter] + amount}
-
-
-def _all_moves(names: set[str]) -> tuple[tuple[str, str], ...]:
-    return tuple((giver, getter) for giver in sorted(names) for getter in sorted(names) if giver != getter)
 
 
 def _counts(jobs: tuple[SharingJob, ...]) -> dict[str, int]:

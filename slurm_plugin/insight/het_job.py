@@ -62,7 +62,8 @@ def _never_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[s
         for partition in snapshot.partitions
         if partition.jobs_per_cpu > 1 or not shown.issuperset(partition.nodes)
     }
-    for names in dict.fromkeys([*(frozenset(part.job.partitions) for part in parts), _all_partitions(parts)]):
+    by_part = [frozenset(part.job.partitions) for part in parts]
+    for names in dict.fromkeys([*by_part, frozenset[str]().union(*by_part)]):
         mine = [part for part in parts if names.issuperset(part.job.partitions)]
         nodes = [node for node in snapshot.nodes if names.intersection(node.partitions)]
         if len(mine) < 2 or names & in_part:
@@ -75,10 +76,6 @@ def _never_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[s
                     "size", text, "ask for less, or for another partition: hetstream frag"
                 )
     return None
-
-
-def _all_partitions(parts: Sequence[Explanation]) -> frozenset[str]:
-    return frozenset(name for part in parts for name in part.job.partitions)
 
 
 def _sums(parts: Sequence[Explanation], nodes: Sequence[Node]) -> Iterator[tuple[str, int, int]]:

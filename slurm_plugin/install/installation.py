@@ -229,7 +229,8 @@ def install(
         return actions
     writes = [action.path for action in actions if action.what in ("create", "replace")]
     with readable_by_all():
-        parents = [parent for path in (*writes, str(prefix / RECORD)) for parent in _missing_parents(Path(path))]
+        above = [parent for path in (*writes, str(prefix / RECORD)) for parent in reversed(Path(path).parents)]
+        parents = [parent for parent in above if not parent.exists()]
         directories = tuple(dict.fromkeys((*record.directories, *map(str, parents))))
         for parent in parents:
             make_place(parent)
@@ -389,10 +390,6 @@ def as_json(verb: str, actions: Iterable[Action], notes: Iterable[str], *, dry_r
 
 def _record_text(record: Record) -> str:
     return json.dumps({"version": RECORD_VERSION, **asdict(record)}, indent=1) + "\n"
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    return [parent for parent in reversed(path.parents) if not parent.exists()]
 
 
 def _sha256(text: str) -> str:

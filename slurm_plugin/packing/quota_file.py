@@ -12,7 +12,7 @@ from pathlib import Path
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.messages import GpuNow, ShowGpus
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.jobs import (
@@ -514,13 +514,9 @@ def _why_not_inside(job: Job, snapshot: Snapshot) -> str:
 
 def _free_gpus(snapshot: Snapshot, quotas: Quotas, placeholders: Iterable[Job], upgraded: set[int]) -> int:
     """GPUs that no guaranteed job has: those that are kept for a job which is not guaranteed yet are free for it."""
-    nodes = [node for node in snapshot.nodes if _is_of(node, quotas) and node.starts_jobs]
+    nodes = [node for node in snapshot.nodes if node.starts_jobs and {*quotas.partitions} & {*node.partitions}]
     kept = [job for job in placeholders if job.is_running and (held_for(job.comment) or (0,))[0] not in upgraded]
     return sum(node.gpus_free() for node in nodes) + sum(job.count(_GPU) for job in kept)
-
-
-def _is_of(node: Node, quotas: Quotas) -> bool:
-    return not set(quotas.partitions).isdisjoint(node.partitions)
 
 
 def _possible(decision: QuotaDecision, problems: Mapping[str, str]) -> QuotaDecision:

@@ -220,9 +220,8 @@ class GpuCollector(ReadingCollector):
     def collect(self) -> Iterator[Metric]:
         """The metrics; called by prometheus_client for each scrape."""
         table: GpuTable | None = self.reading.table
-        up: list[Column[GpuReading]] = [
-            ("hetstream_gpu_up", "Whether the coordinator answered the last time (1) or not (0).", _is_up)
-        ]
+        text = "Whether the coordinator answered the last time (1) or not (0)."
+        up: list[Column[GpuReading]] = [("hetstream_gpu_up", text, lambda reading: float(reading.table is not None))]
         yield from families(up, [], [([], self.reading)])
         gpus = table.gpus if table else ()
         yield from families(_GPU, ["gpu"], [([row.gpu], row) for row in gpus])
@@ -233,7 +232,3 @@ class GpuCollector(ReadingCollector):
             ["gpu", "job", "class", "pid"],
             [([row.gpu, p.job, p.job_class, str(p.pid)], p) for row in gpus for p in row.processes],
         )
-
-
-def _is_up(reading: GpuReading) -> float:
-    return float(reading.table is not None)

@@ -38,12 +38,12 @@ NO_JOB = "local"
 
 
 def job_has_writers(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the job's script has started checkpoint writers."""
+    """Return whether the job's script has started checkpoint writers."""
     return environ.get(JOB_WRITER, "") == "1" and not other_job(JOB_WRITER, environ)
 
 
 def directory_of_job(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The checkpoint directory that the job's own script names, and not another job's; None if it names none."""
+    """Return the checkpoint directory that the job's own script names, and not another job's; None if it names none."""
     return Path(environ[DIRECTORY]) if environ.get(DIRECTORY) and not other_job(DIRECTORY, environ) else None
 
 
@@ -62,7 +62,7 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
 
 
 def several_ranks(environ: Mapping[str, str] = os.environ, *, is_horovod: bool = False) -> str:
-    """Which setting says that this process is one of several ranks, as in "WORLD_SIZE=2"; "" if none does.
+    """Return which setting says that this process is one of several ranks, as in "WORLD_SIZE=2"; "" if none does.
 
     Args:
         environ: where.
@@ -77,7 +77,7 @@ def wrong_with_horovod(size: int, environ: Mapping[str, str] = os.environ) -> st
 
 
 def host_of_this_process(environ: Mapping[str, str] = os.environ) -> str:
-    """What this host is called by the others."""
+    """Return what this host is called by the others."""
     return environ.get("HETSTREAM_CKPT_HOST") or os.uname().nodename
 
 
@@ -87,7 +87,7 @@ def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def environment_of_writer(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a writer's process needs to find this package: its trainer may have found it by its own directory."""
+    """Return what a writer's process needs to find this package: its trainer may have found it by its own directory."""
     # Absolute: the checkpoint writer runs in another directory.
     given = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**environ, "PYTHONPATH": os.pathsep.join([_INSTALLED_IN, *given])}

@@ -107,7 +107,7 @@ class OtherRelease(DamagedCheckpoint):
 
     @staticmethod
     def of(what: str, version: object, own: int) -> OtherRelease:
-        """The error: which thing, of which version, and which version this release reads."""
+        """Return the error: which thing, of which version, and which version this release reads."""
         return OtherRelease(
             f"{what} has version {version}, this release reads version {own}: go on with the release of hetstream that "
             "wrote it, or begin in another directory (docs/upgrade.md)"
@@ -159,7 +159,7 @@ class WriterError(CheckpointError):
 
 
 def first_line(error: BaseException) -> str:
-    """An error of a library in a line: some tell all that they know."""
+    """Return an error of a library in a line: some tell all that they know."""
     lines = str(error).strip().splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
     return text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]} ..."

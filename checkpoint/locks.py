@@ -106,7 +106,9 @@ class FileLock:
         return lock
 
     def is_of(self, path: Path) -> bool:
-        """Whether the locked file is the one that has this name now: it may have been deleted or moved meanwhile."""
+        """Return whether the locked file is the one that has this name now: it may have been deleted or moved
+        meanwhile.
+        """
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
@@ -136,8 +138,8 @@ class FileLock:
 
 
 def is_locked(path: Path, directory: Directory | None = None) -> bool:
-    """Whether a living process holds the lock of a file alone; False if the file cannot be opened. For `directory` see
-    `FileLock.try_exclusive`.
+    """Return whether a living process holds the lock of a file alone; False if the file cannot be opened. For
+    `directory` see `FileLock.try_exclusive`.
 
     Raises:
         CheckpointError: the file system has no locks.

@@ -113,7 +113,7 @@ class FailureHistory:
         )
 
     def mtbf_s(self, prior_s: float, running_s: float = 0.0) -> float:
-        """The mean time between failures: a prior worth one failure in `prior_s`, and all that was observed.
+        """Return the mean time between failures: a prior worth one failure in `prior_s`, and all that was observed.
 
         Args:
             prior_s: the belief before anything is observed.
@@ -181,7 +181,7 @@ def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mt
 
 
 def agree_on_interval(decisions: Sequence[IntervalDecision]) -> IntervalDecision:
-    """The one decision of all ranks: that of the rank which wants to save least often, the lowest of equals."""
+    """Return the one decision of all ranks: that of the rank which wants to save least often, the lowest of equals."""
     return max(decisions, key=lambda decision: decision.num_steps)
 
 
@@ -215,7 +215,7 @@ class Schedule:
             self.decision = _fixed(self.rule, 0.0)
 
     def is_due(self, step: int, now_s: float, *, alone: bool = False) -> bool:
-        """Whether to save after `step`.
+        """Return whether to save after `step`.
 
         Args:
             step: steps done so far.
@@ -236,7 +236,7 @@ class Schedule:
         self._persists_s.append(persist_s)
 
     def propose(self, step: int, blocked_s: float, now_s: float, once_s: float = 0.0) -> IntervalDecision:
-        """What this rank would do after a save.
+        """Return what this rank would do after a save.
 
         Args:
             step: that was saved.
@@ -272,7 +272,7 @@ def _fixed(rule: Every, step_s: float) -> IntervalDecision:
 
 
 def rounded_duration(seconds: float) -> str:
-    """Seconds as a person writes them, with three figures."""
+    """Return seconds as a person writes them, with three figures."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= 2 * size or (unit == "s" and seconds >= 1):
             return f"{seconds / size:.3g} {unit}"

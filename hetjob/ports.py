@@ -21,7 +21,7 @@ class Child(Protocol):
         """Its process id on this host."""
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
+        """Return its exit code, or None while it runs."""
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM)."""
@@ -50,7 +50,7 @@ class NodeSize:
     count: int = 1
 
     def holds(self, cpus: int, memory_mb: float) -> int:
-        """How many parts of this size all these nodes hold, were they empty."""
+        """Return how many parts of this size all these nodes hold, were they empty."""
         return self.count * int(min(self.cpus // cpus, self.memory_mb // memory_mb if memory_mb else self.cpus))
 
 
@@ -101,7 +101,7 @@ class ClusterLimits:
     default_mb_per_cpu: Mapping[str, int] | None = field(default_factory=dict)
 
     def limits_of(self, partitions: str) -> list[PartitionLimits]:
-        """What is known of the partitions of a list; empty where something is not."""
+        """Return what is known of the partitions of a list; empty where something is not."""
         found = [self.limits.get(name) for name in partitions.split(",")]
         return [limits for limits in found if limits is not None] if all(found) else []
 
@@ -172,7 +172,7 @@ class SiteLimit(Protocol):
         """Data workers that this job may have now, those of component 1 among them; None without a limit."""
 
     def preferred_nodes(self) -> Sequence[str]:
-        """Where the next data workers would be best, one name each in this order; empty where nobody says so."""
+        """Return where the next data workers would be best, one name each in this order; empty where nobody says so."""
 
     def marked(self, mark: str) -> SiteReading | None:
         """This job's companions with this word in their comment, in the daemon's last reading; None if it told none."""
@@ -201,10 +201,10 @@ class SlurmClient(Protocol):
         """Cancel a job and all its array tasks; one that has ended already is no error."""
 
     def marked_jobs(self, mark: str) -> Sequence[MarkedJob]:
-        """The jobs of this user that are not over and have this word in their comment."""
+        """Return the jobs of this user that are not over and have this word in their comment."""
 
     def node_address(self, node: str) -> str:
-        """The address (`NodeAddr`) under which other nodes reach this one."""
+        """Return the address (`NodeAddr`) under which other nodes reach this one."""
 
     def start_step(
         self, options: Sequence[str], command: Sequence[str], log: Path, *, in_background: bool = False

@@ -46,7 +46,7 @@ _current = _Current()
 
 
 def sample_generator() -> random.Random:
-    """The generator of the current sample; each call gives the same one, where the last draw left it.
+    """Return the generator of the current sample; each call gives the same one, where the last draw left it.
 
     Raises:
         PipelineError: this thread makes no sample.
@@ -58,7 +58,7 @@ def sample_generator() -> random.Random:
 
 
 def numpy_sample_generator() -> np.random.Generator:
-    """The same as a NumPy generator, with numbers of its own.
+    """Return the same as a NumPy generator, with numbers of its own.
 
     Raises:
         PipelineError: this thread makes no sample.
@@ -70,7 +70,7 @@ def numpy_sample_generator() -> np.random.Generator:
 
 
 def makes_sample() -> bool:
-    """Whether this thread makes a sample for hetstream; not, say, when a program reads its dataset itself."""
+    """Return whether this thread makes a sample for hetstream; not, say, when a program reads its dataset itself."""
     return _current.sample is not None
 
 

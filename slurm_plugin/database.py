@@ -91,7 +91,7 @@ def create_private(path: Path) -> None:
 
 
 def locked_by_another(exc: Exception, path: Path) -> str:
-    """What to say where SQLite gave up waiting for somebody else; empty of any other error.
+    """Return what to say where SQLite gave up waiting for somebody else; empty of any other error.
 
     A reader's lock stops a writer, too, and whoever may read a file can take it
     (https://sqlite.org/lockingv3.html, 3.0).

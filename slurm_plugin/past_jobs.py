@@ -124,7 +124,7 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def past_job_of(
     summary: Mapping[str, Any], job: str, user: str, ended_s: float, directory: str = ""
 ) -> PastJob | None:  # fmt: skip
-    """What a job's record tells; None if it had no elastic controller, or took too few steps.
+    """Return what a job's record tells; None if it had no elastic controller, or took too few steps.
 
     Args:
         summary: `summary.json`, of any version: it may have any form.
@@ -177,7 +177,7 @@ def past_job_of(
 
 
 def within_bounds(job: PastJob) -> PastJob | None:
-    """The job without numbers that no job has; None if nothing is left of it without them.
+    """Return the job without numbers that no job has; None if nothing is left of it without them.
 
     Every record passes here, on its way into the history and out of it: a file may be of a release that bounded less.
     """
@@ -324,7 +324,7 @@ def _near(number: float, other: float) -> float:
 
 
 def most_alike(new: Features, past: Sequence[PastJob], top: int = TOP) -> list[PastJob]:
-    """The past jobs that are alike, the most similar one last; of those that are about as similar the newest."""
+    """Return the past jobs that are alike, the most similar one last; of those that are about as similar the newest."""
     # Features are compared once: a history has few of them and many jobs.
     known: dict[Features, float] = {}
     for job in past:
@@ -335,14 +335,14 @@ def most_alike(new: Features, past: Sequence[PastJob], top: int = TOP) -> list[P
 
 
 def without_outliers(values: Sequence[float]) -> list[float]:
-    """The values; the median replaces what is beyond twice or half of it. Of two nobody knows which is wrong."""
+    """Return the values; the median replaces what is beyond twice or half of it. Of two nobody knows which is wrong."""
     middle = median(values) if values else 0.0
     is_far = (value > _OUTLIER * middle or value * _OUTLIER < middle for value in values)
     return list(values) if len(values) < _FEW else [middle if far else v for v, far in zip(values, is_far, strict=True)]
 
 
 def usual_most(values: Iterable[float]) -> float | None:
-    """The greatest value, unless it is the only one of at least three that is so great; None if there is none.
+    """Return the greatest value, unless it is the only one of at least three that is so great; None if there is none.
 
     For what harms a job if it is too little: four of five jobs had no more, and mostly all five.
     """
@@ -367,7 +367,7 @@ def smoothed(values: Sequence[float], smoothing: float = SMOOTHING) -> float:
 
 
 def accuracy(first: float, final: float) -> float:
-    """How near a first configuration came to the final one, from 0 to 1.
+    """Return how near a first configuration came to the final one, from 0 to 1.
 
     The paper gives 92 and 85 % without a formula; this is one minus the relative error, at least 0.
     """
@@ -416,7 +416,7 @@ class Proposal:
 
 
 def last_batch(new: Features, past: Sequence[PastJob]) -> int:
-    """Samples in a batch of this user's newest job that runs the same; 0: not known.
+    """Return samples in a batch of this user's newest job that runs the same; 0: not known.
 
     A script is mostly submitted as before.
     """
@@ -426,7 +426,9 @@ def last_batch(new: Features, past: Sequence[PastJob]) -> int:
 
 
 def pace(new: Features, job: PastJob) -> float:
-    """Samples a second of a GPU with the new job's batch, by those of a past job; 1 where one of them is not known."""
+    """Return samples a second of a GPU with the new job's batch, by those of a past job; 1 where one of them is not
+    known.
+    """
     if not (new.batch and job.features.batch and job.gradient_s and job.update_s):
         return 1.0
     larger = new.batch / job.features.batch
@@ -469,7 +471,7 @@ def _needed_cpus(new: Features, job: PastJob) -> float:
 
 
 def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
-    """What follows from the most similar past jobs; None if there is none."""
+    """Return what follows from the most similar past jobs; None if there is none."""
     ordered = most_alike(new, past, max(1, len(past)))
     if not ordered:
         return None
@@ -523,7 +525,7 @@ def _reason(new: Features, alike: Sequence[PastJob]) -> str:
 
 
 def within_nodes(proposal: Proposal, nodes: Sequence[NodeSize]) -> Proposal:
-    """The proposal as far as nodes have room for it.
+    """Return the proposal as far as nodes have room for it.
 
     Memory is never below what the jobs had at their usual peak: where no node has so much, it is left as it is, for
     the conversion to refuse.
@@ -577,7 +579,9 @@ _KEY_BYTES = 32
 
 
 def history_directory(environ: Mapping[str, str]) -> Path:
-    """Where the job history of this user is: what the site or the user says, else in the user's state directory."""
+    """Return where the job history of this user is: what the site or the user says, else in the user's state
+    directory.
+    """
     pattern = setting(JOB_HISTORY, environ)
     if pattern:
         return for_user(pattern)
@@ -586,7 +590,7 @@ def history_directory(environ: Mapping[str, str]) -> Path:
 
 
 def keeps_plain_names(environ: Mapping[str, str]) -> bool:
-    """Whether the site wants users' names as they are."""
+    """Return whether the site wants users' names as they are."""
     return site_value(JOB_HISTORY_USERS, environ) == "plain"
 
 
@@ -644,7 +648,9 @@ class JobHistory(DatabaseFile):
             self._key = self._key_of_place()
 
     def kept_name(self, name: str) -> str:
-        """What is kept for a user's name or a directory; "" where the key cannot be read: then it is not compared."""
+        """Return what is kept for a user's name or a directory; "" where the key cannot be read: then it is not
+        compared.
+        """
         if self._plain_names or not name:
             return name
         digest = hmac.new(self._key, os.fsencode(name), hashlib.sha256) if self._key else None
@@ -706,7 +712,7 @@ class JobHistory(DatabaseFile):
         self._database.execute("insert or ignore into jobs values (?, ?, ?)", (kept.job, row_s, text))
 
     def jobs(self, now_s: float = math.inf) -> list[PastJob]:
-        """All that are kept, the oldest first. A damaged record is left out.
+        """Return all that are kept, the oldest first. A damaged record is left out.
 
         Args:
             now_s: in seconds since the epoch. A later date, which older releases kept, counts as none.
@@ -799,7 +805,7 @@ _LEAST_SHARE = 1e-4
 
 
 def usual_length(new: Features, past: Sequence[PastJob]) -> UsualLength | None:
-    """What follows from the most similar past jobs of which it is known; None if there are none."""
+    """Return what follows from the most similar past jobs of which it is known; None if there are none."""
     known = [job for job in past if job.limit_share is not None and _LEAST_SHARE <= job.limit_share <= 1]
     shares = [job.limit_share for job in most_alike(new, known) if job.limit_share is not None]
     if not shares:

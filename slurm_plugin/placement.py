@@ -110,7 +110,7 @@ class Nodes:
         return len(self.cpus)
 
     def fits(self, shape: Shape) -> Mask:
-        """Which nodes have room, shape (n,)."""
+        """Return which nodes have room, shape (n,)."""
         found: Mask = (self.cpus_free >= shape.cpus) & (self.memory_free_mb >= shape.memory_mb)
         if shape.gpus:
             found &= (self.gpus_free >= shape.share).sum(axis=1) >= shape.gpus
@@ -119,7 +119,9 @@ class Nodes:
         return found
 
     def devices(self, node: int, shape: Shape) -> tuple[int, ...]:
-        """Which devices of a node with room a job would get: of a part the fullest that fits, else the first whole."""
+        """Return which devices of a node with room a job would get: of a part the fullest that fits, else the first
+        whole.
+        """
         if not shape.gpus:
             return ()
         free = self.gpus_free[node]
@@ -212,7 +214,7 @@ class Scored:
         self._score = score
 
     def choose(self, shape: Shape) -> Spot | None:
-        """The node and the devices for a job, the first of equal ones; None if no node has room."""
+        """Return the node and the devices for a job, the first of equal ones; None if no node has room."""
         able = np.flatnonzero(self._nodes.fits(shape))
         if not len(able):
             return None
@@ -231,7 +233,7 @@ def free_shares(nodes: Nodes, able: NDArray[np.intp]) -> tuple[NDArray[np.float6
 
 
 def best_fit(nodes: Nodes, _: Shape, able: NDArray[np.intp]) -> NDArray[np.float64]:
-    """What is free, CPUs and GPUs alike: what the job takes is the same everywhere."""
+    """Return what is free, CPUs and GPUs alike: what the job takes is the same everywhere."""
     cpus, gpus = free_shares(nodes, able)
     found: NDArray[np.float64] = cpus + gpus
     return found
@@ -244,7 +246,7 @@ def best_fit(nodes: Nodes, _: Shape, able: NDArray[np.intp]) -> NDArray[np.float
 
 
 def dot_product(nodes: Nodes, shape: Shape, able: NDArray[np.intp]) -> NDArray[np.float64]:
-    """The dot product, each side over what the largest node has."""
+    """Return the dot product, each side over what the largest node has."""
     cpus, gpus = free_shares(nodes, able)
     asked_cpus = shape.cpus / max(1, int(nodes.cpus.max(initial=1)))
     asked_gpus = shape.gpu_total / max(1, 1000 * int(nodes.num_gpus.max(initial=1)))
@@ -256,7 +258,7 @@ def dot_product(nodes: Nodes, shape: Shape, able: NDArray[np.intp]) -> NDArray[n
 
 
 def random_fit(seed: int) -> Score:
-    """A score that is drawn anew for each job."""
+    """Return a score that is drawn anew for each job."""
     generator = np.random.default_rng(seed)
 
     def score(nodes: Nodes, shape: Shape, able: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -309,7 +311,7 @@ class TypicalShapes:
         self._is_typed = any(self._types)
 
     def fragments(self, cpus_free: Counts, gpus_free: Counts, gpu_type: Counts) -> NDArray[np.float64]:
-        """The measure of node states, in thousandths of GPUs.
+        """Return the measure of node states, in thousandths of GPUs.
 
         Args:
             cpus_free: shape (k,).
@@ -375,7 +377,7 @@ class FragmentationGradient:
         self._kept: dict[Shape, _Kept] = {}
 
     def choose(self, shape: Shape) -> Spot | None:
-        """The node and the devices for a job, the first of equal ones; None if no node has room."""
+        """Return the node and the devices for a job, the first of equal ones; None if no node has room."""
         kept = self._up_to_date(shape)
         able = np.flatnonzero(np.isfinite(kept.growth))
         if not len(able):
@@ -443,7 +445,7 @@ class Placement(Protocol):
     """Chooses nodes of the cluster that it was made for."""
 
     def choose(self, shape: Shape) -> Spot | None:
-        """The node and the devices for a job; None if no node has room. Nothing is taken."""
+        """Return the node and the devices for a job; None if no node has room. Nothing is taken."""
 
 
 @dataclass(frozen=True)
@@ -476,7 +478,7 @@ CHOICES: Mapping[str, Choice] = {
 
 
 def place_gang(nodes: Nodes, per_gpu: Shape, num_gpus: int, placement: Placement) -> list[tuple[Spot, Shape]] | None:
-    """Where a job goes, and what each node gives; None if it does not fit now. Nothing is taken.
+    """Return where a job goes, and what each node gives; None if it does not fit now. Nothing is taken.
 
     Args:
         nodes: the cluster.
@@ -510,7 +512,7 @@ def place_gang(nodes: Nodes, per_gpu: Shape, num_gpus: int, placement: Placement
 
 
 def room_for(nodes: Nodes, shape: Shape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """How many of a shape with at most one whole GPU each node could hold now, shape (n,)."""
+    """Return how many of a shape with at most one whole GPU each node could hold now, shape (n,)."""
     limits = [np.full(len(nodes), np.iinfo(np.int64).max)]
     if shape.cpus:
         limits.append(nodes.cpus_free // shape.cpus)
@@ -619,7 +621,7 @@ def spread(room: Counts, trainers: Sequence[int], num: int, bytes_per_s: float, 
 def traffic_of(
     places: Iterable[tuple[int, int]], trainers: Sequence[int], bytes_per_s: float, num_nodes: int
 ) -> NDArray[np.float64]:
-    """What data workers of one job add to each node's link, shape (num_nodes,).
+    """Return what data workers of one job add to each node's link, shape (num_nodes,).
 
     Args:
         places: node and number.
@@ -646,7 +648,7 @@ def _reason(num: int, num_near: int, missing: int, most: int, num_far: int) -> s
 def room_of(
     cpus_free: Counts, memory_free_mb: Counts, cpus: int, memory_mb: int = 0, reserved_cpus: int | Counts = 0
 ) -> Counts:
-    """How many data workers each node could hold, shape (n,).
+    """Return how many data workers each node could hold, shape (n,).
 
     Args:
         cpus_free, memory_free_mb: shape (n,).

@@ -76,7 +76,7 @@ class FlashStorageReader(StorageReader):
             self._path, self._parts = os.fspath(checkpoint_id), None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What the checkpoint holds, under the names that torch's planners give.
+        """Return what the checkpoint holds, under the names that torch's planners give.
 
         Raises:
             UnsupportedState: it holds a value that torch.distributed.checkpoint cannot load.
@@ -120,11 +120,11 @@ class FlashStorageReader(StorageReader):
         """Nothing is left to be done."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -158,7 +158,7 @@ class FlashStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a directory."""
+        """Return whether this is a directory."""
         return os.path.isdir(checkpoint_id)
 
 
@@ -221,7 +221,7 @@ def detect(path: Path) -> Source:
 
 
 def choose(source: Source, step: int | None) -> Checkpoint:
-    """The checkpoint of a directory that is meant: that of a step, or the newest good one of the line.
+    """Return the checkpoint of a directory that is meant: that of a step, or the newest good one of the line.
 
     Raises:
         NoCheckpoint: there is none.

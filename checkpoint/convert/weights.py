@@ -129,7 +129,9 @@ def save_torch(state: Mapping[str, Any], descriptor: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A tree of the types that any program has: what is of a program's own classes becomes dict, list or tuple."""
+    """Return a tree of the types that any program has: what is of a program's own classes becomes dict, list or
+    tuple.
+    """
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | deque):
@@ -153,7 +155,7 @@ class _Loadable:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def tree(self, value: Any) -> Any:
-        """A value, and all that is in it, as its nearest type that the loader knows."""
+        """Return a value, and all that is in it, as its nearest type that the loader knows."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray | np.generic):
@@ -282,8 +284,8 @@ def plan_state(
     keys: Iterable[str] | None = None,
     allow_pickle: bool = False,
 ) -> tuple[FilePlan, memoryview]:
-    """A rank's file and the payload that it is made of, which lies in a nameless file of `scratch`: a state may be
-    larger than memory.
+    """Return a rank's file and the payload that it is made of, which lies in a nameless file of `scratch`: a state may
+    be larger than memory.
 
     Raises:
         UnsupportedState: something in the state cannot be stored.

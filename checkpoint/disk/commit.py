@@ -55,7 +55,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def committed(directory: Path) -> list[Generation]:
-    """What has a checkpoint's name, newest first. Nothing is opened; links do not count."""
+    """Return what has a checkpoint's name, newest first. Nothing is opened; links do not count."""
     return _generations(directory, "")
 
 
@@ -77,7 +77,7 @@ def _generations(directory: Path, suffix: str) -> list[Generation]:
 
 
 def partial_path(directory: Path, generation: Generation) -> Path:
-    """Where a checkpoint lies until it is committed."""
+    """Return where a checkpoint lies until it is committed."""
     return directory / _partial(generation)
 
 
@@ -86,7 +86,7 @@ def _partial(generation: Generation) -> str:
 
 
 def manifests_in(directory: Path, name: str) -> list[str]:
-    """Names of the manifests in a checkpoint's directory; none if it is not there, or not to be used."""
+    """Return names of the manifests in a checkpoint's directory; none if it is not there, or not to be used."""
     with contextlib.suppress(FileNotFoundError, UntrustedFile), Directory.open(directory) as root:
         return _manifests_in(root, name)
     return []
@@ -205,7 +205,7 @@ def missing_ranks(directory: Path, generation: Generation, world_size: int) -> t
 
 
 def is_being_written(directory: Path, generation: Generation) -> bool:
-    """Whether some rank writes its part of an uncommitted checkpoint just now."""
+    """Return whether some rank writes its part of an uncommitted checkpoint just now."""
     with _own(directory) as root, _commit_lock(root):
         try:
             with root.enter(_partial(generation)) as inner:
@@ -265,7 +265,7 @@ def complete(directory: Path) -> list[Generation]:
 
 
 def left_over(directory: Path) -> list[str]:
-    """Names of what was being removed when whoever did so died: `clean_up` removes it."""
+    """Return names of what was being removed when whoever did so died: `clean_up` removes it."""
     return [generation.directory_name + DELETED for generation in _generations(directory, DELETED)]
 
 
@@ -523,14 +523,14 @@ def point_latest_to(root: Directory, newest: Generation | None) -> None:
 
 
 def target_of_latest(directory: Path) -> Generation | None:
-    """The checkpoint that `latest` names, whether it is there or not; None if it names none."""
+    """Return the checkpoint that `latest` names, whether it is there or not; None if it names none."""
     with contextlib.suppress(OSError), Directory.open(directory) as root:
         return Generation.of_directory(root.read_link(LATEST))
     return None
 
 
 def problem_of_latest(directory: Path) -> str:
-    """Why `latest` does not name the newest checkpoint; "" if it does, or can."""
+    """Return why `latest` does not name the newest checkpoint; "" if it does, or can."""
     with Directory.open(directory) as root:
         return _problem_of(root)
 

@@ -181,7 +181,7 @@ KEEP_ALL = Retention(keep_last=None)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """An absolute path from what a program gives as one; "~" is a home directory.
+    """Return an absolute path from what a program gives as one; "~" is a home directory.
 
     Raises:
         OptionsError: it is a URL, which would be taken for a directory of that name.
@@ -287,7 +287,7 @@ class CheckpointDirectory:
         return ownership.take_over(self.path, self.attempt, identity, time.time())
 
     def lineage(self) -> Lineage:
-        """The directory's id, and where its training went back; an empty one if there is none.
+        """Return the directory's id, and where its training went back; an empty one if there is none.
 
         Raises:
             CheckpointError: there is one, and it cannot be read.
@@ -332,26 +332,26 @@ class CheckpointDirectory:
         return self.attempt
 
     def has(self, generation: Generation) -> bool:
-        """Whether a checkpoint is there, whatever is wrong with it."""
+        """Return whether a checkpoint is there, whatever is wrong with it."""
         return os.path.isdir(self.path / generation.directory_name)
 
     def newest(self) -> Generation | None:
-        """The newest committed checkpoint, whatever is wrong with it."""
+        """Return the newest committed checkpoint, whatever is wrong with it."""
         try:
             return next(iter(commit.committed(self.path)), None)
         except FileNotFoundError:
             return None
 
     def owner(self) -> Owner | None:
-        """The newest attempt, which may have ended."""
+        """Return the newest attempt, which may have ended."""
         return ownership.read_owner(self.path)
 
     def past_attempts(self) -> list[Attempt]:
-        """How the attempts before the running one went, for the time between failures."""
+        """Return how the attempts before the running one went, for the time between failures."""
         return ownership.past_attempts(self.path)
 
     def scan(self) -> list[Checkpoint]:
-        """Every committed checkpoint with what is wrong with it, newest first; bytes of tensors are not read."""
+        """Return every committed checkpoint with what is wrong with it, newest first; bytes of tensors are not read."""
         try:
             found = commit.committed(self.path)
         except FileNotFoundError:
@@ -359,7 +359,7 @@ class CheckpointDirectory:
         return [checkpoint for checkpoint in map(self._look_at, found) if checkpoint]
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The committed checkpoints that nothing is known against, newest first. The others are logged."""
+        """Return the committed checkpoints that nothing is known against, newest first. The others are logged."""
         scanned = self.scan()
         for checkpoint in scanned:
             if checkpoint.problem:
@@ -495,8 +495,9 @@ class CheckpointDirectory:
         return verdicts
 
     def left_behind(self) -> dict[Generation, str]:
-        """The checkpoints that were left behind and are of no more use, as the line has a newer one; each with the
-        reason."""
+        """Return the checkpoints that were left behind and are of no more use, as the line has a newer one; each with
+        the reason.
+        """
         lineage = self.lineage()
         scanned = self.scan()
         newest = lineage.newest(checkpoint.generation for checkpoint in scanned if not checkpoint.problem)
@@ -562,7 +563,7 @@ def _saved(checkpoint: Checkpoint) -> Saved:
 
 
 def files_of(rank: int, num_ranks: int, num_saved: int) -> list[int]:
-    """The ranks whose files a rank restores from.
+    """Return the ranks whose files a rank restores from.
 
     Args:
         rank: of now.
@@ -580,7 +581,7 @@ def files_of_host(ranks: Iterable[int], num_ranks: int, num_saved: int) -> list[
 
 
 def share_of(counts: Sequence[tuple[int, int]], number: int, num_shares: int) -> list[tuple[int, list[int]]]:
-    """One rank's share of the chunks: a run of them, as disks like it.
+    """Return one rank's share of the chunks: a run of them, as disks like it.
 
     Args:
         counts: file, and number of its chunks.

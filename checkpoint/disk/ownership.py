@@ -71,7 +71,7 @@ class JobIdentity(msgspec.Struct, frozen=True):
         return JobIdentity(job, os.uname().nodename, os.getpid())
 
     def is_gone(self) -> bool:
-        """Whether it was a process of this host, and has ended."""
+        """Return whether it was a process of this host, and has ended."""
         if self.host != os.uname().nodename:
             return False
         try:
@@ -330,7 +330,7 @@ def take_over(path: Path, attempt: int, identity: JobIdentity, now_s: float) -> 
 
 
 def read_owner(path: Path) -> Owner | None:
-    """The newest attempt; None if there was none, or its file is no longer to be read."""
+    """Return the newest attempt; None if there was none, or its file is no longer to be read."""
     try:
         with Directory.open(path) as root:
             return typed_json.decode(root.read(_OWNER, _MAX_OWNER_BYTES), Owner)
@@ -339,7 +339,7 @@ def read_owner(path: Path) -> Owner | None:
 
 
 def past_attempts(path: Path) -> list[Attempt]:
-    """How long the attempts before the newest one ran and how they ended, as far as the history knows."""
+    """Return how long the attempts before the newest one ran and how they ended, as far as the history knows."""
     started: dict[int, float] = {}
     attempts = []
     for event in history(path):
@@ -365,7 +365,7 @@ def _died(events: Iterable[Event], last_seen: dict[int, float]) -> list[Event]:
 
 
 def history(path: Path) -> list[Event]:
-    """The lines of the history; a crash may have cut one off, and the one behind it begins a line of its own."""
+    """Return the lines of the history; a crash may have cut one off, and the one behind it begins a line of its own."""
     try:
         with Directory.open(path) as root:
             lines = root.read(_HISTORY, _MAX_HISTORY_BYTES).splitlines()
@@ -424,7 +424,7 @@ class HandoverRequest(msgspec.Struct, frozen=True):
 
 
 def read_request(path: Path) -> HandoverRequest | None:
-    """The newest request; None if there is none. Cheap: an owner looks about once a second."""
+    """Return the newest request; None if there is none. Cheap: an owner looks about once a second."""
     try:
         with Directory.open(path) as root:
             return typed_json.decode(root.read(_REQUEST, _MAX_REQUEST_BYTES), HandoverRequest)
@@ -433,7 +433,7 @@ def read_request(path: Path) -> HandoverRequest | None:
 
 
 def living_request(path: Path) -> HandoverRequest | None:
-    """The request of a living process."""
+    """Return the request of a living process."""
     request = read_request(path)
     if request is None:
         return None
@@ -499,7 +499,7 @@ _MAX_STARTS = 100
 
 
 def read_lineage(root: Directory) -> Lineage:
-    """The lineage of an open directory; an empty one where there is none.
+    """Return the lineage of an open directory; an empty one where there is none.
 
     Raises:
         DamagedLineage: there is one, and it is not to be used.
@@ -518,7 +518,7 @@ def read_lineage(root: Directory) -> Lineage:
 
 
 def lineage_of(path: Path) -> Lineage:
-    """The lineage of a directory; an empty one if it has none, or is not there.
+    """Return the lineage of a directory; an empty one if it has none, or is not there.
 
     Raises:
         DamagedLineage: there is one, and it is not to be used.

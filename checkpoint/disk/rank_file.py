@@ -80,7 +80,7 @@ class PartSpec:
         return f"rank-{self.rank:05}-of-{self.world_size:05}.json"
 
     def manifest(self, num_bytes: int, checksums: tuple[str, ...], time_s: float) -> Manifest:
-        """What is to be said about the file, once it is on disk."""
+        """Return what is to be said about the file, once it is on disk."""
         return Manifest(
             attempt=self.generation.attempt,
             step=self.generation.step,
@@ -139,11 +139,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return PartSpec(generation, self.rank, self.world_size, self.layout_digest, self.metrics)
 
     def to_json(self) -> bytes:
-        """What `read_manifest` reads."""
+        """Return what `read_manifest` reads."""
         return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self, itself=self._checksum()))) + b"\n"
 
     def problems(self) -> Iterator[str]:
-        """What contradicts itself in it."""
+        """Yield what contradicts itself in it."""
         if self.itself != self._checksum():
             yield "its own checksum does not fit"
         if self.rank >= self.world_size:
@@ -185,12 +185,12 @@ def read_manifest(data: bytes, name: str) -> Manifest:
 
 
 def is_manifest_name(name: str) -> bool:
-    """Whether a file of this name is a manifest."""
+    """Return whether a file of this name is a manifest."""
     return ranks_of_name(name) is not None
 
 
 def ranks_of_name(name: str) -> tuple[int, int] | None:
-    """The rank and the number of ranks in a manifest's name; None if it is no such name."""
+    """Return the rank and the number of ranks in a manifest's name; None if it is no such name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -434,7 +434,7 @@ class RankFile:
             self._unchecked.clear()
 
     def bytes_of(self, entry: Entry) -> memoryview:
-        """A tensor's bytes. Writing to them changes this mapping and not the file."""
+        """Return a tensor's bytes. Writing to them changes this mapping and not the file."""
         return self.data[entry.offset : entry.offset + entry.num_bytes]
 
     def close(self) -> None:
@@ -641,7 +641,7 @@ class Bounds:
 
     @staticmethod
     def of(source: Path) -> Bounds:
-        """Those of a file or a directory."""
+        """Return those of a file or a directory."""
         return Bounds(source, bytes_on_disk(source))
 
     @property
@@ -655,11 +655,11 @@ class Bounds:
         return _BASE_CPU_S + _CPU_S_PER_GB * self.num_bytes // 10**9
 
     def memory_exceeded(self) -> DamagedCheckpoint:
-        """The error that says so."""
+        """Return the error that says so."""
         return self._exceeded(f"{self.memory_bytes} bytes of memory")
 
     def time_exceeded(self) -> DamagedCheckpoint:
-        """The error that says so."""
+        """Return the error that says so."""
         return self._exceeded(f"{self.cpu_s} s of processor time")
 
     def _exceeded(self, what: str) -> DamagedCheckpoint:
@@ -710,7 +710,7 @@ def explained(bounds: Bounds) -> Iterator[None]:
 
 
 def bytes_on_disk(source: Path) -> int:
-    """What a file takes on disk, or all files in a directory and one below; holes and links count nothing."""
+    """Return what a file takes on disk, or all files in a directory and one below; holes and links count nothing."""
     total = 0
     left = _MAX_ENTRIES
     folders = [(str(source), 0)] if source.is_dir() else []

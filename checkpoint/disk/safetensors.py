@@ -56,7 +56,7 @@ class FilePlan:
         return sum(piece.num_bytes if isinstance(piece, Range) else len(piece) for piece in self.pieces)
 
     def buffers(self, payload: memoryview) -> Iterator[memoryview]:
-        """The pieces as memory, uncopied.
+        """Yield the pieces as memory, uncopied.
 
         Args:
             payload: the record's payload, as bytes.
@@ -208,7 +208,7 @@ def check_structure(layout: Layout, structure: bytes) -> None:
 
 
 def structure_in(metadata: Mapping[str, str], name: str) -> Record:
-    """The structure that a file carries along.
+    """Return the structure that a file carries along.
 
     Raises:
         DamagedCheckpoint: there is none, or it is damaged.

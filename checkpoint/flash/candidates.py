@@ -221,11 +221,13 @@ class RestoreCandidates:
     lineage: Lineage
 
     def all_steps(self) -> tuple[list[int], list[int]]:
-        """The steps that all ranks can restore, ascending: those of the line, and others that were left behind."""
+        """Return the steps that all ranks can restore, ascending: those of the line, and others that were left
+        behind.
+        """
         return steps_of(self._exchange(self._offer(with_left=True)), self.lineage)
 
     def newest(self) -> Choice:
-        """The newest generation that all ranks have, as far as names and manifests tell."""
+        """Return the newest generation that all ranks have, as far as names and manifests tell."""
         return choose_generation(self._exchange(self._offer(with_left=False)), self.lineage)
 
     def restore_into(self, destination: Destination, step: int | None = None) -> Choice | None:
@@ -358,7 +360,7 @@ class _Tries:
             )
 
     def without_unusable(self, offer: Offer) -> Offer:
-        """What a rank has, without what it could not use."""
+        """Return what a rank has, without what it could not use."""
         for record in self._unusable:
             offer = offer.without(*record)
         return offer

@@ -104,7 +104,7 @@ class Timing:
         self._due_step = None
 
     def is_due(self, step: int, stats: CheckpointStats, read_status: Callable[[], WriterStatus | None]) -> bool:
-        """Whether to save after this step: the same answer on every rank. Every rank asks after each step.
+        """Return whether to save after this step: the same answer on every rank. Every rank asks after each step.
 
         Args:
             step: steps of training that are done.
@@ -187,14 +187,14 @@ class Restoring:
         return restored.step
 
     def load(self, step: int | None) -> LoadedCheckpoint | None:
-        """A generation as plain values; see `FlashCheckpointer.load`."""
+        """Return a generation as plain values; see `FlashCheckpointer.load`."""
         self._storage.become_owner()
         loaded = load_values(self._storage.candidates(), RestoreRequest(step, allow_pickle=self._allow_pickle))
         self._storage.handover.note_restored(loaded.step if loaded else 0)
         return loaded
 
     def all_steps(self) -> list[int]:
-        """The steps that can be restored; see `FlashCheckpointer.all_steps`."""
+        """Return the steps that can be restored; see `FlashCheckpointer.all_steps`."""
         storage = self._storage
         candidates = storage.candidates() if storage.attempt else storage.candidates_on_disk()
         return candidates.all_steps()[0]
@@ -390,7 +390,8 @@ class FlashCheckpointer:
         return self._restoring.restore(state, wanted, strict=strict)
 
     def load(self, *, step: int | None = None) -> LoadedCheckpoint | None:
-        """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
+        """Return the newest generation that all ranks have, as plain values; None if there is none. Every rank calls
+        it.
 
         Training goes on from what is loaded. So a job that takes over from another waits here for that job to stop, as
         in `restore`. A program that does not train uses `CheckpointReader`.
@@ -410,7 +411,7 @@ class FlashCheckpointer:
         return self._restoring.load(wanted)
 
     def all_steps(self) -> list[int]:
-        """The steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank.
+        """Return the steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank.
 
         Every rank calls it, and it changes nothing. Before a job has taken over from another, it sees only the steps on
         disk, and the other job trains on. Steps that a `restore` left behind are not listed: `hetstream ckpt ls` shows
@@ -426,7 +427,7 @@ class FlashCheckpointer:
     # When to save, when to stop
 
     def should_save(self, step: int) -> bool:
-        """Whether to save now: the same answer on every rank. Every rank asks after each step.
+        """Return whether to save now: the same answer on every rank. Every rank asks after each step.
 
         Once the program is asked to end, the answer is yes after every step. `stopping` becomes true on all ranks after
         the same step.
@@ -463,7 +464,7 @@ class FlashCheckpointer:
     # Looking and ending
 
     def stats(self) -> CheckpointStats:
-        """Counts, sizes and times of this rank's saves, and of what the checkpoint writer made of them."""
+        """Return counts, sizes and times of this rank's saves, and of what the checkpoint writer made of them."""
         storage = self._storage
         return self._saving.stats.with_writer_status(
             storage.store.status() if storage.is_open else None,

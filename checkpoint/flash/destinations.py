@@ -163,7 +163,7 @@ class _StateDestination:
 
 
 def load_values(candidates: RestoreCandidates, request: RestoreRequest) -> LoadedCheckpoint | None:
-    """A generation as plain values; None if there is none.
+    """Return a generation as plain values; None if there is none.
 
     Args:
         candidates: finds it.

@@ -109,7 +109,7 @@ def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: 
 
 
 def checked_step(step: int) -> int:
-    """A step as Python's number.
+    """Return a step as Python's number.
 
     Raises:
         OptionsError: it is none.
@@ -120,7 +120,7 @@ def checked_step(step: int) -> int:
 
 
 def requested_step(step: int | None) -> int | None:
-    """A step to restore as Python's number; None: the newest.
+    """Return a step to restore as Python's number; None: the newest.
 
     Raises:
         OptionsError: it is none.
@@ -176,7 +176,7 @@ class CheckpointStats:
     interval: str = ""
 
     def with_writer_status(self, status: WriterStatus | None, *, writer_alive: bool, interval: str) -> CheckpointStats:
-        """A copy that has the checkpoint writer's figures, too.
+        """Return a copy that has the checkpoint writer's figures, too.
 
         Args:
             status: None: it has said nothing yet.

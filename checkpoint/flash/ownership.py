@@ -72,7 +72,7 @@ class OwnerAnswer:
 
 
 def answer(attempt: int, asked: AskedHandover | None) -> OwnerAnswer:
-    """What an owner says to a request.
+    """Return what an owner says to a request.
 
     Args:
         attempt: of the owner.
@@ -142,7 +142,7 @@ class StartDecision:
 
 
 def decide(taking: StartProgress, seen: FoundDirectory) -> StartDecision:
-    """What a start does about a directory that it could not take."""
+    """Return what a start does about a directory that it could not take."""
     if seen.other_successor:
         # Also when it is free: it was handed over to the other one, or its owner died while the other one waited.
         return StartDecision(Action.REFUSE, f"it is being handed over to {seen.other_successor}")
@@ -298,7 +298,7 @@ class JobHandover:
             _log.warning("step %s was handed over, and step %d is what could be restored", event.step, step)
 
     def asked(self) -> str:
-        """Why to stop: another job asks to go on; "" while none does."""
+        """Return why to stop: another job asks to go on; "" while none does."""
         path = self._directory.path
         request = read_request(path)
         if request is None:
@@ -367,7 +367,7 @@ class OtherHosts(Protocol):
         """The store has been made anew."""
 
     def offered(self) -> list[Replica]:
-        """What this host could give to other ranks."""
+        """Return what this host could give to other ranks."""
 
     def fetch(self, generation: Generation, holders: Sequence[int]) -> None:
         """Bring a generation of this rank into its store, from the first holder that gives it whole.
@@ -378,7 +378,7 @@ class OtherHosts(Protocol):
 
 
 def other_hosts_of(directory: CheckpointDirectory, rank: int, options: CheckpointOptions) -> OtherHosts | None:
-    """Who else keeps what a rank saves; None: nobody.
+    """Return who else keeps what a rank saves; None: nobody.
 
     Args:
         directory: of the checkpoints.

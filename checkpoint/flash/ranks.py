@@ -98,7 +98,7 @@ class Alone:
     world_size = 1
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """The one answer."""
+        """Return the one answer."""
         return [data]
 
 
@@ -132,7 +132,7 @@ class TorchCommunicator:
 
 
 def communicator() -> Communicator:
-    """All ranks of torch.distributed or Horovod, where the program has initialised it, else this process alone.
+    """Return all ranks of torch.distributed or Horovod, where the program has initialised it, else this process alone.
 
     Raises:
         OptionsError: it is not alone: every rank would take itself for the only one.
@@ -198,7 +198,7 @@ def together(ranks: Communicator, act: Callable[[], T], undo: Callable[[T], None
 
 
 def from_rank_0(ranks: Communicator, read: Callable[[], T], kind: type[T]) -> T:
-    """What rank 0 reads, or does: its result on all ranks, or its error.
+    """Return what rank 0 reads, or does: its result on all ranks, or its error.
 
     Args:
         ranks: all of them call it.

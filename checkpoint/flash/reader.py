@@ -48,16 +48,18 @@ class CheckpointReader:
         self._allow_pickle = allow_pickle
 
     def all_steps(self) -> list[int]:
-        """The steps on disk that `restore` and `load` can give, ascending, without those that were left behind."""
+        """Return the steps on disk that `restore` and `load` can give, ascending, without those that were left
+        behind.
+        """
         return self._candidates().all_steps()[0]
 
     def latest_step(self) -> int | None:
-        """The step that `restore` and `load` would give; None: there is none yet."""
+        """Return the step that `restore` and `load` would give; None: there is none yet."""
         choice = self._candidates().newest()
         return choice.generation.step if choice.generation else None
 
     def metrics(self, *, step: int | None = None) -> dict[str, float]:
-        """What `save` was given as metrics, without loading anything; those that are not finite are left out.
+        """Return what `save` was given as metrics, without loading anything; those that are not finite are left out.
 
         Args:
             step: as for `restore`.
@@ -68,7 +70,8 @@ class CheckpointReader:
         return from_rank_0(self._ranks, lambda: dict(self._checkpoint(step).metrics), dict[str, float])
 
     def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
-        """The step whose metric is the smallest or the greatest, of equals the first; None: no checkpoint has it.
+        """Return the step whose metric is the smallest or the greatest, of equals the first; None: no checkpoint has
+        it.
 
         Raises:
             OptionsError: the mode is another one.
@@ -83,8 +86,8 @@ class CheckpointReader:
         return from_rank_0(self._ranks, best, int | None)  # type: ignore[arg-type]
 
     def metadata(self, *, step: int | None = None) -> dict[str, Any]:
-        """What was saved under the top-level keys that hold no tensor, such as the program's settings, without reading
-        the tensors. With several ranks it is what rank 0 saved. Every rank reads for itself.
+        """Return what was saved under the top-level keys that hold no tensor, such as the program's settings, without
+        reading the tensors. With several ranks it is what rank 0 saved. Every rank reads for itself.
 
         Args:
             step: as for `restore`.
@@ -150,7 +153,7 @@ class CheckpointReader:
         return restored.generation.step
 
     def load(self, *, step: int | None = None) -> LoadedCheckpoint:
-        """A checkpoint as plain values on the CPU.
+        """Return a checkpoint as plain values on the CPU.
 
         Args:
             step: as for `restore`.

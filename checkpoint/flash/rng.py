@@ -26,7 +26,7 @@ class Generators:
         self._kept: dict[int, torch.Tensor] = {}
 
     def capture(self) -> dict[str, Any]:
-        """All states, as plain values and tensors; the tensors change with the next call."""
+        """Return all states, as plain values and tensors; the tensors change with the next call."""
         version, mersenne, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         states: dict[str, Any] = {

@@ -163,7 +163,7 @@ class SlotViews:
         self._of_slots: weakref.WeakKeyDictionary[Segment, Views] = weakref.WeakKeyDictionary()
 
     def of(self, segment: Segment, payload: memoryview, plan: Plan) -> Views:
-        """Where the tensors of a plan are copied to.
+        """Return where the tensors of a plan are copied to.
 
         Args:
             segment: the slot.
@@ -203,7 +203,7 @@ class Views:
         self._undo = weakref.finalize(self, undo) if undo else None
 
     def destination(self, entry: int) -> torch.Tensor:
-        """Where torch copies an entry of the plan."""
+        """Return where torch copies an entry of the plan."""
         made = self._made.get(entry)
         if made is None:
             made = self._made[entry] = self.plan.destination(entry, self._memory)
@@ -372,7 +372,7 @@ class Capture:
             self._planned = None
 
     def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False, asks_all: bool = True) -> Leaves:
-        """The tensors of a state, and the tree without them; see `take` and `Flattener.flatten`."""
+        """Return the tensors of a state, and the tree without them; see `take` and `Flattener.flatten`."""
         if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
             raise OptionsError(f"a state is a dict with names as keys, such as {{'model': model}}, not {_short(state)}")
         if RNG in state:
@@ -562,7 +562,7 @@ class Saving:
                 self.background.start_planned(self._store.prepare, self._capture.prepare(state, leaves))
 
     def begin(self, attempt: int, step: int) -> Generation:
-        """The generation that is about to be saved.
+        """Return the generation that is about to be saved.
 
         Args:
             attempt: this start of the training.

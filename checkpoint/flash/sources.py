@@ -72,7 +72,7 @@ class Payload:
         self.begin = self._whole.data_ptr()
 
     def view(self, index: int) -> torch.Tensor:
-        """A tensor, uncopied; nobody must write to it."""
+        """Return a tensor, uncopied; nobody must write to it."""
         entry = self.entries[index]
         return tensor_of(entry, self._data[entry.offset : entry.offset + entry.num_bytes])
 
@@ -103,7 +103,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
         return self.store.view_of(self.ref)
 
     def read(self, here: torch.Tensor) -> torch.Tensor:
-        """The values of the part that this rank has of a tensor of the program, whoever saved them.
+        """Return the values of the part that this rank has of a tensor of the program, whoever saved them.
 
         Args:
             here: of the same (whole) shape; a DTensor, or a plain one that is all of it.
@@ -175,7 +175,7 @@ class TensorStore:
         self._made: dict[TensorRef, Any] = {}
 
     def stored(self, ref: TensorRef) -> Any:
-        """The tensor of a reference, uncopied; byte strings as such.
+        """Return the tensor of a reference, uncopied; byte strings as such.
 
         Raises:
             DamagedCheckpoint: the reference points outside.
@@ -195,7 +195,7 @@ class TensorStore:
         )
 
     def view_of(self, ref: TensorRef) -> torch.Tensor:
-        """The tensor of a reference, uncopied.
+        """Return the tensor of a reference, uncopied.
 
         Raises:
             DamagedCheckpoint: the reference points outside.
@@ -203,7 +203,7 @@ class TensorStore:
         return view_of(ref, self._entry(ref), self.payload.view(ref.entry))
 
     def own(self, ref: TensorRef) -> Any:
-        """What the program saved, in memory of its own; tensors that shared memory share it again."""
+        """Return what the program saved, in memory of its own; tensors that shared memory share it again."""
         made = self._made.get(ref)
         if made is None:
             made = self._made[ref] = self._make(ref)
@@ -244,7 +244,7 @@ class StoredPart:
     store: TensorStore
 
     def load(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """The state as plain values and tensors of the program's own.
+        """Return the state as plain values and tensors of the program's own.
 
         Raises:
             DamagedCheckpoint: the structure breaks its form.
@@ -253,7 +253,7 @@ class StoredPart:
         return self.record.decode(self.store.own, make_foreign(allow_pickle=allow_pickle))
 
     def saved(self, *, allow_pickle: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
-        """The state with tensors where they lie, for `StateComparison`; raises as `load`.
+        """Return the state with tensors where they lie, for `StateComparison`; raises as `load`.
 
         Args:
             allow_pickle: see `load`.
@@ -267,7 +267,7 @@ class StoredPart:
 
 
 def owned(value: Any, here: Any = None) -> Any:
-    """What `StoredPart.saved` gave, with tensors of the program's own.
+    """Return what `StoredPart.saved` gave, with tensors of the program's own.
 
     Args:
         value: from a checkpoint, where all objects are plain data.
@@ -341,7 +341,7 @@ def _owned_object(value: PlainObject, here: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The attributes of a dataclass, or of what was saved of one; none of anything else."""
+    """Return the attributes of a dataclass, or of what was saved of one; none of anything else."""
     if isinstance(value, PlainObject):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -350,8 +350,9 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def children_of(saved: Any, here: Any) -> list[Any] | None:
-    """The children of what was saved of a type that is registered with torch's pytree, if the program has an object of
-    that type in this place; else None."""
+    """Return the children of what was saved of a type that is registered with torch's pytree, if the program has an
+    object of that type in this place; else None.
+    """
     kind = type(here)
     if kind not in _pytree.SUPPORTED_NODES:
         return None
@@ -458,7 +459,7 @@ class Copies:
 
 
 def copies_alike(keys: list[str], leaves: Leaves, part: StoredPart) -> Copies | None:
-    """The copies below some top-level keys; None if they are not alike, or not as simple as that.
+    """Return the copies below some top-level keys; None if they are not alike, or not as simple as that.
 
     Compared are lists, and not tensor by tensor: there may be very many.
     """
@@ -529,7 +530,7 @@ class MemorySource:
         self._read: tuple[Header, Layout, Record] | None = None
 
     def offered(self) -> tuple[list[OfferedRecord], list[str]]:
-        """What this rank can restore from its memory, and what is there and cannot be used, in words."""
+        """Return what this rank can restore from its memory, and what is there and cannot be used, in words."""
         found, problems = [], []
         for content in self._store.held():
             try:
@@ -650,7 +651,7 @@ class DiskSource:
             self._checkpoint.compare(share, _num_threads())
 
     def open(self) -> list[StoredPart]:
-        """What this rank needs, when all have compared theirs.
+        """Return what this rank needs, when all have compared theirs.
 
         Raises:
             Damaged: it is not what was written.

@@ -102,7 +102,9 @@ def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[tuple[Any, s
 
 
 def has_torchs_form(state: Any) -> bool:
-    """Whether this is what torch's `Optimizer.state_dict` gives. Those that wrap another may give what they like."""
+    """Return whether this is what torch's `Optimizer.state_dict` gives. Those that wrap another may give what they
+    like.
+    """
     return isinstance(state, Mapping) and {"state", "param_groups"} <= {*state}
 
 
@@ -250,7 +252,9 @@ def _put_back(here: Any, before: Any) -> bool:
 
 
 def is_pristine(module: torch.nn.Module) -> bool:
-    """Whether loading a state into the module is nothing but copying its tensors: then it is done all at once."""
+    """Return whether loading a state into the module is nothing but copying its tensors: then it is done all at
+    once.
+    """
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         return False
     return all(_is_plain_loader(child) for child in module.modules()) and all(
@@ -273,12 +277,16 @@ def _is_plain_loader(module: torch.nn.Module) -> bool:
 
 
 def own_loaders(module: torch.nn.Module) -> Collection[str]:
-    """Names of the modules within that load their tensors by code of their own: what fits these, they alone know."""
+    """Return names of the modules within that load their tensors by code of their own: what fits these, they alone
+    know.
+    """
     return {name for name, child in module.named_modules() if not _is_plain_loader(child)}
 
 
 def is_below(key: str, modules: Collection[str]) -> bool:
-    """Whether a key of a state_dict belongs to one of these modules, or to one within: it may rename or make it."""
+    """Return whether a key of a state_dict belongs to one of these modules, or to one within: it may rename or
+    make it.
+    """
     parts = key.split(".")
     return any(".".join(parts[:depth]) in modules for depth in range(len(parts)))
 
@@ -338,7 +346,7 @@ _WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}
 
 
 def advice(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """What to do about names that differ by a wrapper's alone; "" if they do not.
+    """Return what to do about names that differ by a wrapper's alone; "" if they do not.
 
     Args:
         missing: names of the program's state that the checkpoint lacks.
@@ -463,7 +471,7 @@ class StateComparison:
         self._fill = self.match_mapping("", state, saved, alike)
 
     def mismatch(self) -> StateMismatch | None:
-        """The differences as an error, or None if there are none."""
+        """Return the differences as an error, or None if there are none."""
         return StateMismatch(_mismatch_text(self.differences)) if self.differences else None
 
     # Comparing

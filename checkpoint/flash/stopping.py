@@ -77,7 +77,7 @@ class StopAgreement:
         self._num_steps = 0
 
     def is_asked(self, step: int) -> bool:
-        """Whether to stop after this step. Every rank calls it after each step."""
+        """Return whether to stop after this step. Every rank calls it after each step."""
         self.has_looked = True
         if self.reason:
             return True
@@ -241,11 +241,14 @@ class Stopping:
         self._agreement = StopAgreement(ranks, self._asked_here, storage.handover.asked)
 
     def is_asked(self, step: int) -> bool:
-        """Whether to stop after this step: the same answer on every rank. Every rank calls it after each step."""
+        """Return whether to stop after this step: the same answer on every rank. Every rank calls it after each
+        step.
+        """
         return self._agreement.is_asked(step)
 
     def must_end(self, *, has_saved: bool) -> bool:
-        """Whether to end. The program that asks this ends in its own time: from now on SIGTERM leaves it that time.
+        """Return whether to end. The program that asks this ends in its own time: from now on SIGTERM leaves it that
+        time.
 
         Args:
             has_saved: see `reason`.
@@ -257,7 +260,7 @@ class Stopping:
         return is_asked
 
     def reason(self, *, has_saved: bool) -> str:
-        """Why to end, in words; "" for no reason.
+        """Return why to end, in words; "" for no reason.
 
         Args:
             has_saved: this rank has saved. One that saves and never calls `is_asked` goes by what it was asked itself.
@@ -300,7 +303,7 @@ def warn_of_wrapper() -> None:
 
 
 def task_that_sigterm_ends(pid: int, proc: Path = Path("/proc")) -> str:
-    """The task of a Slurm step above a process, if SIGTERM ends it, as in "bash (process 17)"; else "".
+    """Return the task of a Slurm step above a process, if SIGTERM ends it, as in "bash (process 17)"; else "".
 
     Args:
         pid: of the process.

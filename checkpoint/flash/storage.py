@@ -106,7 +106,9 @@ class WriterLink:
         self._said_error = error
 
     def has_writer(self) -> bool:
-        """Whether a writer will bring what is in memory to disk, once it has started; true if there is nothing."""
+        """Return whether a writer will bring what is in memory to disk, once it has started; true if there is
+        nothing.
+        """
         if not self._store.held():
             return True
         for _ in range(2):
@@ -332,7 +334,7 @@ class CheckpointStorage:
             self.writer.check(between_saves=True)
 
     def stop_reason(self) -> str:
-        """Why the job's checkpoint writer asks the program to end; "" while it does not."""
+        """Return why the job's checkpoint writer asks the program to end; "" while it does not."""
         return self.store.stop_reason() if self.is_open else ""
 
     # Owning the directory
@@ -364,7 +366,7 @@ class CheckpointStorage:
     # What there is to restore
 
     def candidates(self) -> RestoreCandidates:
-        """What the owner of the directory can restore from.
+        """Return what the owner of the directory can restore from.
 
         Raises:
             DirectoryReplaced: another directory has taken the place of the one that this training began in.
@@ -374,7 +376,7 @@ class CheckpointStorage:
         return RestoreCandidates(self._ranks, sources, self._ownership.lineage)
 
     def candidates_on_disk(self) -> RestoreCandidates:
-        """What is in the directory while another job owns it."""
+        """Return what is in the directory while another job owns it."""
         lineage = from_rank_0(self._ranks, self.directory.lineage, Lineage)
         return RestoreCandidates(self._ranks, Sources(self.directory), lineage)
 

@@ -50,7 +50,7 @@ class FlashCheckpointCallback(TrainerCallback):
         self._remove_folder: Callable[[], object] = lambda: None
 
     def resume_folder(self) -> str | None:
-        """A temporary folder with the newest generation that all ranks have; None if there is none.
+        """Return a temporary folder with the newest generation that all ranks have; None if there is none.
 
         It goes with the first step, for which the Trainer has read all of it, or at the end of the program.
         """

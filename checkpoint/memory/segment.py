@@ -271,7 +271,7 @@ class Segment:
                 bytes(self._view[offset : offset + length : PAGE_BYTES])
 
     def is_of(self, path: Path) -> bool:
-        """Whether the mapped file is the one that has this name now."""
+        """Return whether the mapped file is the one that has this name now."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
@@ -309,7 +309,7 @@ class Segment:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a slot file, without mapping it.
+    """Return the header of a slot file, without mapping it.
 
     Raises:
         DamagedSegment: it is no slot file of this user, boot and version.
@@ -322,7 +322,7 @@ def read_header(path: Path) -> Header:
 
 
 def join_metadata(layout_json: bytes, structure: bytes) -> bytes:
-    """The metadata of a generation: its layout, then the structure of its state."""
+    """Return the metadata of a generation: its layout, then the structure of its state."""
     return b"".join((_WORD.pack(len(layout_json)), layout_json, structure))
 
 
@@ -479,7 +479,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 @functools.cache
 def boot_id() -> bytes:
-    """Which start of the host this is: a file on disk can outlive the memory that its pages were in."""
+    """Return which start of the host this is: a file on disk can outlive the memory that its pages were in."""
     try:
         return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
     except (OSError, ValueError):

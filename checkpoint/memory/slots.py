@@ -51,7 +51,7 @@ class Slot:
                 _log.warning("a generation in memory cannot be used: %s", error)
 
     def content(self) -> SlotContent | None:
-        """The complete generation in it."""
+        """Return the complete generation in it."""
         if self.segment:
             with contextlib.suppress(DamagedSegment):
                 header = self.segment.header
@@ -60,7 +60,7 @@ class Slot:
         return None
 
     def fits(self, payload_bytes: int, metadata_bytes: int) -> bool:
-        """Whether there is room for so much."""
+        """Return whether there is room for so much."""
         if self.segment:
             with contextlib.suppress(DamagedSegment):
                 header = self.segment.header
@@ -70,7 +70,9 @@ class Slot:
         return False
 
     def age(self, payload_bytes: int, metadata_bytes: int) -> tuple[object, ...]:
-        """What to overwrite first is the smallest: an empty slot, one with room before others; then the oldest."""
+        """Return what to overwrite first, the smallest: an empty slot, one with room before others; then the
+        oldest.
+        """
         content = self.content()
         return (1, *content.age) if content else (0, not self.fits(payload_bytes, metadata_bytes))
 
@@ -125,7 +127,7 @@ class SlotMemory:
         self._reserved_bytes = 0
 
     def renewed(self, files: StoreFiles) -> SlotMemory:
-        """The same for a store that takes the place of this one, with what was said about it."""
+        """Return the same for a store that takes the place of this one, with what was said about it."""
         made = SlotMemory(files, self._fallback)
         made._has_said_full = self._has_said_full
         made.reserve(self._reserved_bytes)
@@ -193,7 +195,7 @@ class SlotMemory:
 
 
 def take_slots(files: StoreFiles, num_slots: int) -> list[Slot]:
-    """The slots of a store, those that are there first; the oldest beyond `num_slots` are deleted."""
+    """Return the slots of a store, those that are there first; the oldest beyond `num_slots` are deleted."""
     for left_over in files.path.glob("new-*"):
         unlink_with_target(left_over)
     there = [content.path for content in files.complete()]
@@ -205,7 +207,7 @@ def take_slots(files: StoreFiles, num_slots: int) -> list[Slot]:
 
 
 def size_in(path: Path) -> int:
-    """Bytes that a file takes where it is; a link takes none."""
+    """Return bytes that a file takes where it is; a link takes none."""
     try:
         return 0 if path.is_symlink() else path.stat().st_size
     except FileNotFoundError:

@@ -40,7 +40,7 @@ _STRIDE_BYTES = 64 << 20
 
 
 def is_whole(files: StoreFiles, lock: FileLock, slots: Iterable[Slot]) -> bool:
-    """Whether all files of a store are there that its trainer has open: a few microseconds."""
+    """Return whether all files of a store are there that its trainer has open: a few microseconds."""
     return (
         lock.is_of(files.trainer_lock)
         and files.wake.exists()
@@ -277,7 +277,7 @@ class Store:
         return self._files.path
 
     def held(self) -> list[SlotContent]:
-        """The complete generations, newest first."""
+        """Return the complete generations, newest first."""
         contents = [content for slot in self._slots if (content := slot.content())]
         return sorted(contents, key=lambda content: content.age, reverse=True)
 
@@ -324,15 +324,15 @@ class Store:
         return status.persisted if status else None
 
     def status(self) -> WriterStatus | None:
-        """What the checkpoint writer last said; None before it has."""
+        """Return what the checkpoint writer last said; None before it has."""
         return self._files.read_status()
 
     def stop_reason(self) -> str:
-        """Why the job's checkpoint writer asks this trainer to save and to end; "" while it does not."""
+        """Return why the job's checkpoint writer asks this trainer to save and to end; "" while it does not."""
         return self._files.stop_reason()
 
     def is_writer_alive(self) -> bool:
-        """Whether a checkpoint writer serves this store."""
+        """Return whether a checkpoint writer serves this store."""
         return self._files.is_writer_alive()
 
     def wake(self) -> None:

@@ -150,7 +150,7 @@ class SlotContent:
 
     @staticmethod
     def of(path: Path) -> SlotContent | None:
-        """What a slot file holds; None if it holds nothing complete."""
+        """Return what a slot file holds; None if it holds nothing complete."""
         with contextlib.suppress(DamagedSegment):
             header = read_header(path)
             if header.state == State.COMPLETE:
@@ -222,38 +222,40 @@ class StoreFiles:
         self._start_id = path / "directory"
 
     def slot(self, number: int) -> Path:
-        """Where a slot is or is to be."""
+        """Return where a slot is or is to be."""
         return self.path / f"slot-{number}"
 
     def slots(self) -> list[Path]:
-        """The slot files that are there, usable or not."""
+        """Return the slot files that are there, usable or not."""
         return self._called(_SLOT)
 
     def complete(self) -> list[SlotContent]:
-        """The complete generations, newest first. Damaged slots are left out."""
+        """Return the complete generations, newest first. Damaged slots are left out."""
         return _newest_first(self.slots())
 
     def has_unsaved(self) -> bool:
-        """Whether the newest generation is newer than all that checkpoint writers have reported as being on disk."""
+        """Return whether the newest generation is newer than all that checkpoint writers have reported as being on
+        disk.
+        """
         status, newest = self.read_status(), next(iter(self.complete()), None)
         persisted = status.persisted if status else None
         return newest is not None and (persisted is None or persisted < newest.header.generation)
 
     def replica(self, rank: int, number: int) -> Path:
-        """Where a replica is or is to be."""
+        """Return where a replica is or is to be."""
         return self.path / f"replica-{rank}-{number}"
 
     def replicas(self) -> list[Path]:
-        """The files for replicas that are there, usable or not."""
+        """Return the files for replicas that are there, usable or not."""
         return self._called(_REPLICA)
 
     def replicas_of(self, rank: int) -> list[SlotContent]:
-        """The complete generations of another rank that are kept here, newest first."""
+        """Return the complete generations of another rank that are kept here, newest first."""
         return _newest_first(path for path in self.replicas() if self.rank_of_replica(path) == rank)
 
     @staticmethod
     def rank_of_replica(path: Path) -> int:
-        """Whose generation a file of `replicas` holds."""
+        """Return whose generation a file of `replicas` holds."""
         match = _REPLICA.fullmatch(path.name)
         assert match is not None
         return int(match[1])
@@ -265,7 +267,7 @@ class StoreFiles:
             return []
 
     def siblings(self) -> list[StoreFiles]:
-        """The stores of the same job and checkpoint directory on this host, with this one."""
+        """Return the stores of the same job and checkpoint directory on this host, with this one."""
         found = []
         directory_id = self._read_directory_id()
         for store in list_stores(self.path.parent, stores_prefix()):
@@ -294,7 +296,7 @@ class StoreFiles:
             )
 
     def holder(self) -> Holder:
-        """Who has or had the store."""
+        """Return who has or had the store."""
         try:
             return typed_json.decode(self.trainer_lock.read_bytes(), Holder)
         except (OSError, msgspec.MsgspecError):
@@ -304,7 +306,7 @@ class StoreFiles:
             return Holder(0, "", job, int(component), int(rank), "")
 
     def read_status(self) -> WriterStatus | None:
-        """What the checkpoint writer last said; None before it has."""
+        """Return what the checkpoint writer last said; None before it has."""
         try:
             return typed_json.decode(self.status.read_bytes(), WriterStatus)
         except (OSError, msgspec.MsgspecError):
@@ -331,8 +333,9 @@ class StoreFiles:
                 file.write(said.ljust(STATUS_BYTES))
 
     def read_start_id(self) -> str:
-        """Which start of the job in which checkpoint directory has it, see `Lineage.start_id`; "" where that is not
-        known."""
+        """Return which start of the job in which checkpoint directory has it, see `Lineage.start_id`; "" where that is
+        not known.
+        """
         try:
             return self._start_id.read_text(errors="replace")
         except OSError:
@@ -360,7 +363,9 @@ class StoreFiles:
             path.unlink(missing_ok=True)
 
     def stop_reason(self) -> str:
-        """Why a job's writer asks the trainer to save and to end; "" while it does not. Cheap: once for each step."""
+        """Return why a job's writer asks the trainer to save and to end; "" while it does not. Cheap: once for each
+        step.
+        """
         try:
             return self.stop.read_text(errors="replace") or "asked by the job's checkpoint writer"
         except OSError:
@@ -381,11 +386,11 @@ class StoreFiles:
             self.stop.touch()
 
     def is_trainer_alive(self) -> bool:
-        """Whether a process holds the store as its trainer."""
+        """Return whether a process holds the store as its trainer."""
         return is_locked(self.trainer_lock)
 
     def is_writer_alive(self) -> bool:
-        """Whether a process holds the store as its checkpoint writer."""
+        """Return whether a process holds the store as its checkpoint writer."""
         return is_locked(self.writer_lock)
 
     def reserve(self, num_bytes: int) -> None:
@@ -394,7 +399,7 @@ class StoreFiles:
             self.reserved.write_text(str(num_bytes))
 
     def outstanding_bytes(self) -> int:
-        """Memory that the slots of a living trainer will take, and have not taken yet."""
+        """Return memory that the slots of a living trainer will take, and have not taken yet."""
         try:
             reserved_bytes = int(self.reserved.read_text())
             with os.scandir(self.path) as entries:
@@ -406,11 +411,11 @@ class StoreFiles:
         return max(0, reserved_bytes - taken) if self.is_trainer_alive() else 0
 
     def promised_bytes(self) -> int:
-        """Memory that the other ranks of this host are about to take."""
+        """Return memory that the other ranks of this host are about to take."""
         return sum(sibling.outstanding_bytes() for sibling in self.siblings() if sibling.path != self.path)
 
     def num_bytes(self) -> int:
-        """Memory that the slots and replicas take."""
+        """Return memory that the slots and replicas take."""
         total = 0
         for path in [*self.slots(), *self.replicas()]:
             with contextlib.suppress(OSError):
@@ -449,12 +454,12 @@ def make_fallback(directory: Path) -> None:
 
 
 def stores_prefix() -> str:
-    """How the names of all stores of this user begin."""
+    """Return how the names of all stores of this user begin."""
     return f"hetstream-ckpt-{os.geteuid()}-"
 
 
 def list_stores(root: Path, prefix: str, *, of_others: bool = False) -> list[StoreFiles]:
-    """The directories below `root` whose name begins so; with a dot in front while they are made or deleted.
+    """Return the directories below `root` whose name begins so; with a dot in front while they are made or deleted.
 
     Args:
         root: where they are.

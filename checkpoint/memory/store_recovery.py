@@ -45,7 +45,7 @@ _LOCK_NAMES = 8
 
 
 def own_store(identity: StoreIdentity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
-    """The store of an identity with the trainer's lock.
+    """Return the store of an identity with the trainer's lock.
 
     Args:
         identity: whose it is.
@@ -66,7 +66,9 @@ def own_store(identity: StoreIdentity, shared_memory: Path, fallback: Path | Non
 
 
 def newest_attempt(identity: StoreIdentity, roots: Iterable[Path]) -> int:
-    """The newest attempt of which the stores of an identity hold anything, of this rank or of others; 0: none."""
+    """Return the newest attempt of which the stores of an identity hold anything, of this rank or of others; 0:
+    none.
+    """
     attempts = [0]
     for files in (files for root in roots for files in list_stores(root, identity.prefix)):
         with contextlib.suppress(CheckpointError):
@@ -192,7 +194,7 @@ def _lock_dead(files: StoreFiles, identity: StoreIdentity) -> FileLock | None:
 
 
 def make_store(identity: StoreIdentity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
-    """A new store of an identity with the trainer's lock; arguments and errors are those of `own_store`."""
+    """Return a new store of an identity with the trainer's lock; arguments and errors are those of `own_store`."""
     files, lock = _make_somewhere(identity, shared_memory, fallback)
     _write_holder(files, identity)
     return files, lock

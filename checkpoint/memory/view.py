@@ -76,11 +76,11 @@ class StoreView:
         return status.persisted if status else None
 
     def trainer_alive(self) -> bool:
-        """Whether the trainer's process lives."""
+        """Return whether the trainer's process lives."""
         return self.files.is_trainer_alive()
 
     def writer_alive(self) -> bool:
-        """Whether this or another process is the store's checkpoint writer."""
+        """Return whether this or another process is the store's checkpoint writer."""
         return self._writer_lock is not None or self.files.is_writer_alive()
 
     def become_writer(self) -> None:
@@ -113,7 +113,7 @@ class StoreView:
                 pass
 
     def generations(self) -> list[SlotContent]:
-        """The complete generations, newest first."""
+        """Return the complete generations, newest first."""
         return self.files.complete()
 
     def ask_to_stop(self, reason: str) -> None:
@@ -193,14 +193,15 @@ class FoundStore:
 
 
 def places(directories: Iterable[Path]) -> list[Path]:
-    """Where stores of these checkpoint directories may be: in shared memory, or where none was to be had. A link in
-    the place of the latter was put there by somebody else, and is not followed."""
+    """Return where stores of these checkpoint directories may be: in shared memory, or where none was to be had. A link
+    in the place of the latter was put there by somebody else, and is not followed.
+    """
     fallbacks = [directory / FALLBACK for directory in directories]
     return [SHARED_MEMORY, *(path for path in fallbacks if not path.is_symlink())]
 
 
 def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
-    """The stores of this user below some directories, with those that are half made or half deleted.
+    """Return the stores of this user below some directories, with those that are half made or half deleted.
 
     `StoreView(found.path).remove()` deletes one that is nobody's.
     """
@@ -241,7 +242,7 @@ def _is_orphaned(files: StoreFiles) -> bool:
 
 
 def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard_unsaved: bool) -> str:
-    """Why a store must stay; "" if it may go.
+    """Return why a store must stay; "" if it may go.
 
     Args:
         store: as it was found.
@@ -267,7 +268,7 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
 
 
 def reason_to_remove(store: FoundStore) -> str:
-    """Why a store that need not stay is nobody's."""
+    """Return why a store that need not stay is nobody's."""
     job = store.holder.job
     owner = "its program is gone" if job == NO_JOB else f"job {job} is over"
     newest = store.generations[0] if store.generations else None

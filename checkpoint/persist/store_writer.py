@@ -216,8 +216,9 @@ class StoreWriter:
         self._said_s = self.since_s + _QUIET_S - _REPORT_S
 
     def unsaved(self) -> Generation | None:
-        """The newest generation in memory, if it is in no committed checkpoint and in none that is newer, and was not;
-        None also where it is of no use, as the directory is another one now."""
+        """Return the newest generation in memory, if it is in no committed checkpoint and in none that is newer, and
+        was not; None also where it is of no use, as the directory is another one now.
+        """
         newest = next((content.header.generation for content in self.view.generations()), None)
         if self._is_orphaned:
             return None
@@ -228,7 +229,7 @@ class StoreWriter:
         return newest
 
     def has_more(self) -> bool:
-        """Whether something has come into memory since `advance` last looked."""
+        """Return whether something has come into memory since `advance` last looked."""
         return self.view.generations()[:1] != self._looked_at
 
     def _newest_seen(self, committed: Generation | None) -> Generation | None:
@@ -236,7 +237,7 @@ class StoreWriter:
         return max((generation for generation in (committed, self._status.persisted) if generation), default=None)
 
     def is_hopeless(self, linger_s: float) -> bool:
-        """Whether waiting for the other ranks is of no more use."""
+        """Return whether waiting for the other ranks is of no more use."""
         if time.monotonic() < self.since_s + linger_s:
             return False
         try:

@@ -108,7 +108,7 @@ class Layout:
     encoded: bytes = field(repr=False, compare=False)
 
     def to_json(self) -> bytes:
-        """What `from_json` reads."""
+        """Return what `from_json` reads."""
         return self.encoded
 
 
@@ -235,7 +235,7 @@ class Generation(NamedTuple):
 
     @staticmethod
     def of_directory(name: str) -> Generation | None:
-        """The generation that a directory of this name holds, or None if it is no checkpoint's name."""
+        """Return the generation that a directory of this name holds, or None if it is no checkpoint's name."""
         match = _NAME.fullmatch(name)
         found = Generation(int(match[2]), int(match[1]), int(match[3] or 0)) if match else None
         # Only the one spelling that `directory_name` writes.

@@ -60,12 +60,12 @@ class Lineage(msgspec.Struct, frozen=True):
         return f"{self.directory_id}-{self.starts[0]}" if self.starts else self.directory_id
 
     def knows(self, start_id: str) -> bool:
-        """Whether a start was one of this directory, and not one of its copy's or of what has its name."""
+        """Return whether a start was one of this directory, and not one of its copy's or of what has its name."""
         directory_id, _, start = start_id.partition("-")
         return directory_id == self.directory_id and (not start or start in self.starts)
 
     def left_by(self, generation: Generation) -> Branch | None:
-        """The branch by which a record was left behind; None: it is on the line."""
+        """Return the branch by which a record was left behind; None: it is on the line."""
         limit: Generation | None = None
         leaving: Branch | None = None
         for branch in self.branches:
@@ -77,22 +77,22 @@ class Lineage(msgspec.Struct, frozen=True):
         return leaving if limit is not None and generation > limit else None
 
     def holds(self, generation: Generation) -> bool:
-        """Whether a record is on the line."""
+        """Return whether a record is on the line."""
         return self.left_by(generation) is None
 
     def newest(self, generations: Iterable[Generation]) -> Generation | None:
-        """The newest of some records that is on the line."""
+        """Return the newest of some records that is on the line."""
         return max(filter(self.holds, generations), default=None)
 
     def gone_back(self, attempt: int, start: Generation | None) -> Lineage:
-        """The line once an attempt, the newest, has gone back to a record."""
+        """Return the line once an attempt, the newest, has gone back to a record."""
         others = [branch for branch in self.branches if branch.attempt != attempt]
         branches = sorted([*others, Branch(attempt, start)], key=lambda branch: branch.attempt, reverse=True)
         return msgspec.structs.replace(self, branches=tuple(branches))
 
 
 def is_newest_removed(lineage: Lineage, there: Collection[Generation], known: Iterable[Generation]) -> bool:
-    """Whether somebody has deleted the newest checkpoint of the line. Retention never does.
+    """Return whether somebody has deleted the newest checkpoint of the line. Retention never does.
 
     Args:
         lineage: of the directory.
@@ -160,7 +160,7 @@ class Offer(msgspec.Struct, frozen=True):
     unread: list[tuple[Generation, str]] = []
 
     def without(self, generation: Generation, source: Source, problem: str) -> Offer:
-        """The offer after a record of it turned out to be unusable."""
+        """Return the offer after a record of it turned out to be unusable."""
         memory = [held for held in self.memory if source != "memory" or held.generation != generation]
         disk = [held for held in self.disk if source != "disk" or held.generation != generation]
         unfetchable = [*self.unfetchable, *([generation] if source == "replica" else [])]
@@ -190,7 +190,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def with_disk(offers: Sequence[Offer]) -> list[Offer]:
-    """The offers of all ranks where one rank of each host, the lowest, has looked at the disk for the others."""
+    """Return the offers of all ranks where one rank of each host, the lowest, has looked at the disk for the others."""
     first: dict[str, Offer] = {}
     for offer in offers:
         first.setdefault(offer.host, offer)
@@ -205,7 +205,7 @@ def with_disk(offers: Sequence[Offer]) -> list[Offer]:
 
 
 def steps_of(offers: Sequence[Offer], lineage: Lineage) -> tuple[list[int], list[int]]:
-    """The steps that every rank can restore, ascending: those of the line, and others that were left behind.
+    """Return the steps that every rank can restore, ascending: those of the line, and others that were left behind.
 
     Args:
         offers: of every rank, by rank.
@@ -268,8 +268,9 @@ def choose_generation(offers: Sequence[Offer], lineage: Lineage = Lineage(), ste
 
 
 def on_its_way(offers: Sequence[Offer], lineage: Lineage, choice: Choice) -> Generation | None:
-    """The newest generation that another number of ranks has left in memory, and that is newer than the choice: the
-    checkpoint writers of those ranks bring it to disk, where any number can read it."""
+    """Return the newest generation that another number of ranks has left in memory, and that is newer than the choice:
+    the checkpoint writers of those ranks bring it to disk, where any number can read it.
+    """
     records = [(held.generation, held.world_size) for offer in offers for held in offer.memory]
     records += [(replica.generation, replica.world_size) for offer in offers for replica in offer.replicas]
     held = {each for each, size in records if size != len(offers) and lineage.holds(each)}
@@ -319,7 +320,7 @@ class _Found:
                 self.replica[rank].pop(generation, None)
 
     def missing(self, generation: Generation) -> list[int]:
-        """The ranks that cannot restore a generation."""
+        """Return the ranks that cannot restore a generation."""
         everywhere = zip(self.memory, self.replica, self.disk, strict=True)
         return [rank for rank, places in enumerate(everywhere) if not any(generation in place for place in places)]
 

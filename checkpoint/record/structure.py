@@ -123,7 +123,7 @@ class Record(msgspec.Struct, frozen=True):
         return record
 
     def write(self) -> bytes:
-        """The record as JSON."""
+        """Return the record as JSON."""
         return msgspec.json.encode(self)
 
     @staticmethod
@@ -142,7 +142,7 @@ class Record(msgspec.Struct, frozen=True):
         return [key for key in self.tree if key not in self.shared]
 
     def only(self, keys: Iterable[str]) -> tuple[Record, list[int]]:
-        """The part of the record under some top-level keys, and which of the entries it needs, ascending.
+        """Return the part of the record under some top-level keys, and which of the entries it needs, ascending.
 
         Entries and tensors are numbered anew: entry i of the part is entry `indices[i]` of the whole. What a rank's
         file holds is `record.only(record.own)`, for rank 0 the whole record.
@@ -163,7 +163,7 @@ class Record(msgspec.Struct, frozen=True):
         foreign: MakeForeign = lambda tag, body, _again: Foreign(tag, body),
         without: Collection[str] = (),
     ) -> dict[str, Any]:
-        """The tree as Python values.
+        """Return the tree as Python values.
 
         Args:
             tensor: makes a tensor from its reference; without it the tree holds the references.
@@ -198,7 +198,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def read_origin(data: bytes | memoryview) -> Origin:
-    """The origin of a record alone, without the time that it takes to read the rest.
+    """Return the origin of a record alone, without the time that it takes to read the rest.
 
     Raises:
         DamagedCheckpoint: it is no record.

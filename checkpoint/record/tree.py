@@ -60,7 +60,9 @@ class PlainObject(SimpleNamespace):
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What a dataclass's object holds: its fields, and what else the program has set, but for cached properties."""
+    """Return what a dataclass's object holds: its fields, and what else the program has set, but for cached
+    properties.
+    """
     names = (field.name for field in dataclasses.fields(value))
     fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
     kind = type(value)
@@ -74,7 +76,7 @@ MakeForeign = Callable[[str, Node, Callable[[Node], Any]], Any]
 
 
 def numbers_in(node: Node) -> Iterable[int]:
-    """The numbers of the tensors below a node, in its order."""
+    """Return the numbers of the tensors below a node, in its order."""
     stack = [node]
     while stack:
         here = stack.pop()
@@ -89,7 +91,7 @@ def numbers_in(node: Node) -> Iterable[int]:
 
 
 def renumbered(node: Node, places: Mapping[int, int]) -> Node:
-    """A node whose tensors have other numbers."""
+    """Return a node whose tensors have other numbers."""
     if isinstance(node, dict):
         if TENSOR in node:
             return {TENSOR: places[node[TENSOR]]}
@@ -155,7 +157,7 @@ class Encoder:
         }
 
     def encode(self, path: str, value: Any) -> Node:
-        """A value as JSON.
+        """Return a value as JSON.
 
         Args:
             path: where it is in the state, for names and errors.
@@ -184,7 +186,7 @@ class Encoder:
         return node
 
     def items(self, path: str, values: Collection[Any]) -> Node:
-        """Values in order, as a list."""
+        """Return values in order, as a list."""
         if self._store and len(values) > MAX_INLINE_VALUES:
             kinds = {*map(type, values)}
             if kinds in ({int}, {float}):
@@ -198,7 +200,7 @@ class Encoder:
         return self._inline(path, node, before)
 
     def mapping(self, path: str, value: Mapping[Any, Any]) -> Node:
-        """A dict of any keys."""
+        """Return a dict of any keys."""
         item, before = self.item, self._num_inline
         for key in value:
             if type(key) is not str or key[:1] == "$" or not is_unicode(key):
@@ -260,7 +262,7 @@ class Encoder:
         return self._inline(path, node, before)
 
     def unusual(self, path: str, value: Any) -> Node:
-        """Values known by what they are like, not by their type."""
+        """Return values known by what they are like, not by their type."""
         kind = type(value)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             fields = {name: self.item(f"{path}.{name}", entry) for name, entry in zip(kind._fields, value, strict=True)}
@@ -315,7 +317,7 @@ def _room(num_bytes: int, item_bytes: int) -> int:
 
 
 def loaded_numbers(data: bytes, typecode: str, count: int) -> list[Any]:
-    """The list of `{"$numbers": [tensor, typecode, count]}`, from the bytes of its tensor."""
+    """Return the list of `{"$numbers": [tensor, typecode, count]}`, from the bytes of its tensor."""
     numbers = array(typecode)
     if typecode not in ("q", "d") or not 0 <= count * numbers.itemsize <= len(data):
         raise DamagedCheckpoint(f"the structure takes {len(data)} bytes for {count} numbers of type {typecode!r}")
@@ -324,7 +326,7 @@ def loaded_numbers(data: bytes, typecode: str, count: int) -> list[Any]:
 
 
 def loaded_json(data: bytes) -> Node:
-    """The node of `{"$json": tensor}`, from the bytes of its tensor."""
+    """Return the node of `{"$json": tensor}`, from the bytes of its tensor."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -356,7 +358,7 @@ def _complex(path: str, value: complex) -> Node:
 
 
 def inline_bytes(_path: str, value: bytes) -> Node:
-    """A short byte string."""
+    """Return a short byte string."""
     return {"$bytes": _text(value)}
 
 
@@ -374,7 +376,7 @@ def _in_order(values: Iterable[Any]) -> list[Any]:
 
 
 def name_of(kind: type) -> str:
-    """What a class is called in a structure."""
+    """Return what a class is called in a structure."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -422,7 +424,7 @@ def decode(
     tensors: Sequence[Any],
     foreign: MakeForeign = lambda tag, body, _again: Foreign(tag, body),
 ) -> Any:
-    """A node as a Python value.
+    """Return a node as a Python value.
 
     Args:
         tensors: what to put where the tree names tensor 0, 1, ...

@@ -57,7 +57,7 @@ NUM_SLOTS = 2
 
 
 def make_slot(files: StoreFiles, rank: int, payload_bytes: int, metadata_bytes: int) -> Segment:
-    """Where the next generation of a rank is to be written; the newest one stays.
+    """Return where the next generation of a rank is to be written; the newest one stays.
 
     Raises:
         SharedMemoryFull: there is no room.
@@ -109,7 +109,7 @@ def check_record(metadata: bytes, rank: int, layout_digest: str, payload_bytes: 
 
 
 def on_this_host(files: StoreFiles, rank: int) -> list[SlotContent]:
-    """All that this host's memory has of a rank, in any store of the same job and directory; newest first."""
+    """Return all that this host's memory has of a rank, in any store of the same job and directory; newest first."""
     found: list[SlotContent] = []
     for store in files.siblings():
         found += store.replicas_of(rank)
@@ -118,7 +118,7 @@ def on_this_host(files: StoreFiles, rank: int) -> list[SlotContent]:
 
 
 def for_others(files: StoreFiles) -> Iterator[Replica]:
-    """What this host could give to other ranks.
+    """Yield what this host could give to other ranks.
 
     The replicas in this store; and all that is in stores of dead trainers, whose ranks may run elsewhere now.
     """
@@ -534,7 +534,7 @@ class TrainerReplicas:
         store.wake()
 
     def offered(self) -> list[Replica]:
-        """What this host could give to other ranks."""
+        """Return what this host could give to other ranks."""
         return [*for_others(StoreFiles(self._store.path))] if self._store else []
 
     def fetch(self, generation: Generation, holders: Sequence[int]) -> None:

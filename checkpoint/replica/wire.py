@@ -86,7 +86,7 @@ def make_key(directory: Path, attempt: int) -> None:
 
 
 def read_key(directory: Path, attempt: int) -> bytes:
-    """The key of an attempt.
+    """Return the key of an attempt.
 
     Raises:
         ReplicaError: there is none.
@@ -125,7 +125,7 @@ def withdraw(directory: Path, endpoint: Endpoint) -> None:
 
 
 def find(directory: Path, rank: int, attempt: int) -> Endpoint | None:
-    """Where the checkpoint writer of a rank listens in this attempt; None while it does not.
+    """Return where the checkpoint writer of a rank listens in this attempt; None while it does not.
 
     Raises:
         ForeignOwner: the file is another user's.
@@ -268,7 +268,9 @@ class ReplicaChannel:
         return channel
 
     def admit(self, key: bytes, attempt: int, rank: int) -> bool:
-        """The writer's side of `connect`: whether the caller has the key. Reads 72 bytes of a stranger, and no more."""
+        """Return the writer's side of `connect`: whether the caller has the key. Reads 72 bytes of a stranger, and no
+        more.
+        """
         receiver = _receiver(attempt, rank)
         deadline_s = time.monotonic() + _PROOF_TIMEOUT_S
         hello = self.receive(len(_MAGIC) + _NONCE_BYTES, _left_s(deadline_s))
@@ -297,7 +299,7 @@ class ReplicaChannel:
             view = view[num_bytes:]
 
     def receive(self, num_bytes: int, timeout_s: float = STALL_S) -> bytes:
-        """A few bytes."""
+        """Return a few bytes."""
         buffer = bytearray(num_bytes)
         self.receive_into(memoryview(buffer), timeout_s)
         return bytes(buffer)
@@ -390,7 +392,7 @@ class ReplicaChannel:
 
 
 def words(error: Exception) -> str:
-    """An error as the text of a reply or of a status."""
+    """Return an error as the text of a reply or of a status."""
     if isinstance(error, TimeoutError):
         return "it did not answer in time: it is stopped, or the network is cut"
     return (str(error) or type(error).__name__)[:_MAX_WORDS]
@@ -438,7 +440,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def peer_of(hosts: Sequence[str], rank: int) -> int | None:
-    """The rank on the next host, in the order of the ranks' hosts, that has the same place there.
+    """Return the rank on the next host, in the order of the ranks' hosts, that has the same place there.
 
     Args:
         hosts: of all ranks, by rank.
@@ -457,7 +459,7 @@ def peer_of(hosts: Sequence[str], rank: int) -> int | None:
 
 
 def order_of(hosts: Sequence[str], rank: int, attempt: int) -> Order:
-    """What one rank's checkpoint writer is told."""
+    """Return what one rank's checkpoint writer is told."""
     serves = [other for other in range(len(hosts)) if peer_of(hosts, other) == rank]
     return Order(attempt, rank, hosts[rank], peer_of(hosts, rank), serves)
 
@@ -473,7 +475,7 @@ def write_order(path: Path, order: Order) -> None:
 
 
 def read_order(path: Path) -> Order | None:
-    """What a checkpoint writer is to do about replicas; None: nothing."""
+    """Return what a checkpoint writer is to do about replicas; None: nothing."""
     try:
         return typed_json.decode(path.read_bytes(), Order)
     except (OSError, msgspec.MsgspecError):

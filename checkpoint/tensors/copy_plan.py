@@ -76,7 +76,7 @@ class Plan:
     shared: tuple[str, ...] = ()
 
     def fits(self, addresses: Sequence[int]) -> bool:
-        """Whether tensors at these addresses share memory as those did that the plan was made for."""
+        """Return whether tensors at these addresses share memory as those did that the plan was made for."""
         starts = np.array(addresses, np.int64) - self.offsets
         shares = self.num_bytes[self.entries] > 0
         begins = np.zeros(len(self.num_bytes), np.int64)
@@ -89,13 +89,13 @@ class Plan:
         return bool(np.all(begins[1:] >= ends[:-1]))
 
     def is_like(self, other: Plan) -> bool:
-        """Whether the same is copied to the same places."""
+        """Return whether the same is copied to the same places."""
         same_tensors = (self.sources, self.spans) == (other.sources, other.spans)
         same_tensors = same_tensors and self.shared == other.shared
         return same_tensors and self.layout.digest == other.layout.digest and self.encoded_refs == other.encoded_refs
 
     def moves(self, addresses: Sequence[int], begin: int, entries: np.ndarray[Any, np.dtype[np.int64]]) -> list[Move]:
-        """How plain entries get into a payload.
+        """Return how plain entries get into a payload.
 
         Args:
             addresses: of the tensors, as in `Signature`.
@@ -118,7 +118,7 @@ class Plan:
         return np.array(self.sources, np.int64), shifts, offsets, sizes
 
     def destination(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        """Where an entry of `tensors_to_copy` goes.
+        """Return where an entry of `tensors_to_copy` goes.
 
         Args:
             memory: of the payload, as bytes.
@@ -132,7 +132,7 @@ class Plan:
         return view_of(self.refs[self.sources[index]], entry, view)
 
     def tensors_to_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is copied, in the order of the entries."""
+        """Return what is copied, in the order of the entries."""
         copied = [tensors[index] for index in self.sources]
         for span in self.spans:
             entry = self.layout.entries[span.entry]
@@ -212,13 +212,13 @@ class _Group:
     is_span: bool = False
 
     def is_plain(self, seen: Signature) -> bool:
-        """Whether the entry is what lies in main memory."""
+        """Return whether the entry is what lies in main memory."""
         first = self.members[0]
         is_as_it_lies = self.is_span or (seen.are_contiguous[first] and not seen.are_lazy[first])
         return is_as_it_lies and seen.devices[first].type == "cpu"
 
     def view_of(self, seen: Signature, index: int) -> _View:
-        """Which part of the entry a member is."""
+        """Return which part of the entry a member is."""
         name, shape, strides = NAMES[seen.dtypes[index]], seen.shapes[index], seen.strides[index]
         is_contiguous = seen.are_contiguous[index]
         is_same = name == self.dtype and shape == self.shape

@@ -85,7 +85,7 @@ _WORDS: dict[str, Callable[[str], Any]] = {
 
 
 def bytes_as_tensor(data: memoryview) -> torch.Tensor:
-    """Memory as a tensor of bytes, without copying; read-only memory must not be written through it."""
+    """Return memory as a tensor of bytes, without copying; read-only memory must not be written through it."""
     if not len(data):
         return torch.empty(0, dtype=torch.uint8)
     if not data.readonly:
@@ -97,7 +97,7 @@ def bytes_as_tensor(data: memoryview) -> torch.Tensor:
 
 
 def tensor_of(entry: Entry, data: memoryview) -> torch.Tensor:
-    """One entry's bytes as its tensor, without copying."""
+    """Return one entry's bytes as its tensor, without copying."""
     if not entry.num_bytes:
         return torch.empty(entry.shape, dtype=dtype_of(entry))
     return bytes_as_tensor(data).view(dtype_of(entry)).view(entry.shape)
@@ -116,12 +116,12 @@ def dtype_of(entry: Entry) -> torch.dtype:
 
 
 def is_whole(ref: TensorRef) -> bool:
-    """Whether a reference is its entry as it lies there."""
+    """Return whether a reference is its entry as it lies there."""
     return ref.dtype is None and ref.shape is None and ref.strides is None and not ref.offset_bytes
 
 
 def view_of(ref: TensorRef, entry: Entry, view: torch.Tensor) -> torch.Tensor:
-    """The tensor of a reference as it lies in its entry, without copying: row-major if `is_permuted`.
+    """Return the tensor of a reference as it lies in its entry, without copying: row-major if `is_permuted`.
 
     Raises:
         DamagedCheckpoint: the reference points outside its entry, or has a dtype unknown here.
@@ -163,7 +163,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_foreign(*, allow_pickle: bool) -> MakeForeign:
-    """What makes the values again that the pure structure does not know, for `Record.decode`.
+    """Return what makes the values again that the pure structure does not know, for `Record.decode`.
 
     Args:
         allow_pickle: unpickle what was pickled. Only for checkpoints of one's own: unpickling runs what it says.
@@ -238,7 +238,7 @@ class Signature:
     addresses: list[int] = field(compare=False)
 
     def memory_bytes(self, index: int) -> int:
-        """How much memory a tensor spans, from its first element to behind the last."""
+        """Return how much memory a tensor spans, from its first element to behind the last."""
         dtype, shape = self.dtypes[index], self.shapes[index]
         if self.are_contiguous[index]:
             return math.prod(shape) * dtype.itemsize
@@ -316,7 +316,7 @@ class Leaves:
         return tuple(key for key in shared if not sharded or sharded.isdisjoint(numbers_in(self.tree[key])))
 
     def without(self, keys: Collection[str]) -> Leaves:
-        """The same state without some top-level keys."""
+        """Return the same state without some top-level keys."""
         kept: list[int] = []
         plain: dict[str, range] = {}
         for key in self.tree:

@@ -80,7 +80,7 @@ class Whole:
         return self.pieces[0].tensor.dtype
 
     def read(self, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """The values of a box: a view if one piece has them all, else a copy.
+        """Return the values of a box: a view if one piece has them all, else a copy.
 
         Raises:
             MissingRanks: no piece holds some of them.
@@ -111,7 +111,7 @@ class Whole:
 
 
 def overlap_of(left: Box, right: Box) -> Box | None:
-    """What two boxes have in common, or None."""
+    """Return what two boxes have in common, or None."""
     begin = tuple(map(max, left[0], right[0]))
     ends = (min(a + b, c + d) for a, b, c, d in zip(*left, *right, strict=True))
     size = tuple(end - start for start, end in zip(begin, ends, strict=True))
@@ -119,7 +119,7 @@ def overlap_of(left: Box, right: Box) -> Box | None:
 
 
 def cut(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """A box of a tensor, uncopied."""
+    """Return a box of a tensor, uncopied."""
     for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
@@ -178,8 +178,8 @@ class Parts:
         self.close()
 
     def tree(self, tensor: Callable[[Whole], Any], clashes: list[Clash] | None = None) -> dict[str, Any]:
-        """The state of all ranks as one tree: dicts are merged key by key; a value that several ranks have is the
-        first one's.
+        """Return the state of all ranks as one tree: dicts are merged key by key; a value that several ranks have is
+        the first one's.
 
         Args:
             tensor: makes a leaf from what was saved of it.
@@ -236,14 +236,14 @@ class Parts:
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a box is one of a tensor of this shape."""
+    """Return whether a box is one of a tensor of this shape."""
     return len(box[0]) == len(box[1]) == len(shape) and all(
         0 <= offset <= offset + size <= whole for offset, size, whole in zip(*box, shape, strict=True)
     )
 
 
 def names_of(record: Record) -> dict[int, str]:
-    """The name of each tensor of a record by its number: its place, joined by dots."""
+    """Return the name of each tensor of a record by its number: its place, joined by dots."""
     counter = iter(range(len(record.tensors)))
     # What is foreign here may hold tensors; they are found under its place.
     tree = record.decode(lambda ref: _Number(next(counter)), lambda tag, body, again: again(body))  # noqa: ARG005
@@ -260,7 +260,7 @@ class _Number(int):
 
 
 def walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree with their places, joined by dots."""
+    """Yield the leaves of a tree with their places, joined by dots."""
     prefix = f"{path}." if path else ""
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -336,7 +336,7 @@ def part_of(
     name: str,
     check: Callable[[], None] = lambda: None,
 ) -> RankPart:
-    """A part whose tensors are views of a file.
+    """Return a part whose tensors are views of a file.
 
     Args:
         rank: whose.

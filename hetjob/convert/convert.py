@@ -105,7 +105,7 @@ class WrappedCommand(ConversionError):
 
 
 def script_options(script: str, name: str) -> list[SbatchOption]:
-    """The `#SBATCH` options of a script, as sbatch finds them.
+    """Return the `#SBATCH` options of a script, as sbatch finds them.
 
     Raises:
         AlreadyHeterogeneous: a `#SBATCH hetjob` line.

@@ -57,7 +57,7 @@ class OptionLine:
 
 
 def prologue_length(lines: Sequence[str]) -> int:
-    """How many lines stand before the first command: blank ones and comments, as sbatch counts them."""
+    """Return how many lines stand before the first command: blank ones and comments, as sbatch counts them."""
     for index, line in enumerate(lines):
         text = line.strip(BLANKS)
         if text and not text.startswith("#"):
@@ -66,7 +66,7 @@ def prologue_length(lines: Sequence[str]) -> int:
 
 
 def option_lines(script: str) -> list[OptionLine]:
-    """The lines before the first command that sbatch reads its options from."""
+    """Return the lines before the first command that sbatch reads its options from."""
     lines = script.split("\n")
     return [
         OptionLine(number, line, line.removeprefix(mark))
@@ -77,7 +77,9 @@ def option_lines(script: str) -> list[OptionLine]:
 
 
 def foreign_line(script: str) -> int | None:
-    """The number of the first line with options of another batch system that sbatch translates; None without one."""
+    """Return the number of the first line with options of another batch system that sbatch translates; None without
+    one.
+    """
     others = 0
     for number, line in enumerate(script.split("\n"), start=1):
         if line.startswith(_FOREIGN):
@@ -89,7 +91,7 @@ def foreign_line(script: str) -> int | None:
 
 
 def split_line(text: str, *, blank_can_be_escaped: bool = True, is_whole: bool = False) -> list[str]:
-    """The words of a line of options, as sbatch takes them.
+    """Return the words of a line of options, as sbatch takes them.
 
     Args:
         text: what stands behind the mark.
@@ -180,21 +182,25 @@ def _is_directive(line: str) -> bool:
 
 
 def late_directives(script: str) -> list[int]:
-    """Numbers of the lines that look like directives but stand after the first command, where they mean nothing."""
+    """Return numbers of the lines that look like directives but stand after the first command, where they mean
+    nothing.
+    """
     lines = script.split("\n")
     start = prologue_length(lines)
     return [number for number, line in enumerate(lines[start:], start=start + 1) if _is_directive(line)]
 
 
 def near_misses(script: str) -> list[int]:
-    """Numbers of the lines that were probably meant as directives but are comments: `# HETSTREAM`, `#hetstream`."""
+    """Return numbers of the lines that were probably meant as directives but are comments: `# HETSTREAM`,
+    `#hetstream`.
+    """
     lines = script.split("\n")
     prologue = enumerate(lines[: prologue_length(lines)], start=1)
     return [number for number, line in prologue if _MEANT.match(line) and not _is_directive(line)]
 
 
 def read_directives(script: str, name: str) -> list[Directive]:
-    """All directives of a script, in order.
+    """Return all directives of a script, in order.
 
     Args:
         script: the whole text.
@@ -246,7 +252,9 @@ def from_command_line(options: Sequence[SbatchOption]) -> list[Directive]:
 
 
 def is_own(name: str) -> bool:
-    """Whether an option is hetstream's, or can only be meant as one: sbatch has none that begins so, or is so near."""
+    """Return whether an option is hetstream's, or can only be meant as one: sbatch has none that begins so, or is so
+    near.
+    """
     if name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint")):
         return True
     return name not in TAKES_VALUE and bool(get_close_matches(name, OPTIONS, n=1, cutoff=_SURELY_MEANT))

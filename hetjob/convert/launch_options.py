@@ -64,7 +64,7 @@ class Given:
     skipped: int | None = 0
 
     def texts(self, values: Values) -> list[str]:
-        """All that it may be.
+        """Return all that it may be.
 
         Raises:
             Unknown: that is not known.
@@ -77,7 +77,7 @@ Step = Mapping[str, Given | None]
 
 
 def steps_of(arguments: Sequence[Word], values: Values) -> list[Step]:
-    """The options of an srun, by their long names, in each reading that the variables among its words allow.
+    """Return the options of an srun, by their long names, in each reading that the variables among its words allow.
 
     Raises:
         Unknown: a word may hold options, and nobody knows which; or they ask for hardware.
@@ -89,7 +89,7 @@ def steps_of(arguments: Sequence[Word], values: Values) -> list[Step]:
 
 
 def programs_of(arguments: Sequence[Word], values: Values) -> list[list[Word]]:
-    """What an srun runs, in each of these readings.
+    """Return what an srun runs, in each of these readings.
 
     Raises:
         Unknown: as above, or it is in a file (`--multi-prog`).
@@ -185,7 +185,7 @@ OF_MPI = re.compile(r"(OMPI|PRTE|PMIX)_MCA_\w*(rmaps|bind|map|hwloc|slot|cpu|cor
 
 
 def processes_of_mpi(arguments: Sequence[Word], values: Values) -> tuple[list[int], bool]:
-    """How many processes it may start, and whether that is on each node; nothing where it does not say.
+    """Return how many processes it may start, and whether that is on each node; nothing where it does not say.
 
     Raises:
         Unknown: an option is not known, or its value.
@@ -194,7 +194,7 @@ def processes_of_mpi(arguments: Sequence[Word], values: Values) -> tuple[list[in
 
 
 def program_of_mpi(arguments: Sequence[Word], values: Values) -> list[Word]:
-    """What it runs.
+    """Return what it runs.
 
     Raises:
         Unknown: as above.

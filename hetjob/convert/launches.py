@@ -242,7 +242,9 @@ class ScriptText:
     is_complete: bool = True
 
     def processes_per_node(self) -> list[Word]:
-        """What `--nproc-per-node` of a launcher says, and of `accelerate`, which says it of all nodes: no fewer."""
+        """Return what `--nproc-per-node` of a launcher says, and of `accelerate`, which says it of all nodes:
+        no fewer.
+        """
         found = []
         for command in self.commands:
             for word, following in zip(command.words, (*command.words[1:], None), strict=True):
@@ -254,7 +256,7 @@ class ScriptText:
 
 
 def launches_of(script: str, read: Callable[[str], str | None]) -> ScriptText:
-    """All that a script starts, and what it calls.
+    """Return all that a script starts, and what it calls.
 
     Raises:
         Unknown: something of it cannot be read.
@@ -417,7 +419,7 @@ def _sourced(command: Command) -> Iterator[str]:
 
 
 def is_of_srun(name: str) -> bool:
-    """Whether a variable from outside asks srun for CPUs in a way that is not followed here."""
+    """Return whether a variable from outside asks srun for CPUs in a way that is not followed here."""
     return bool(_OF_SRUN.fullmatch(name)) and not _OF_JOB.fullmatch(name) and name not in _HANDLED
 
 

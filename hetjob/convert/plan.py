@@ -98,7 +98,7 @@ NUM_REPLICA_SLOTS = 2
 
 
 def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[SbatchOption], list[Change]]:
-    """What component 0 gets beside what it asks for.
+    """Return what component 0 gets beside what it asks for.
 
     Args:
         spec: with `checkpoint` and `checkpoint_size`.
@@ -169,7 +169,9 @@ _ADVICE = (
 
 
 def opportunistic_partitions(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The partitions of opportunistic jobs, by the environment or the site's file; empty where neither names any."""
+    """Return the partitions of opportunistic jobs, by the environment or the site's file; empty where neither names
+    any.
+    """
     return tuple((site_value(PARTITIONS_VARIABLE, environ) or "").replace(",", " ").split())
 
 
@@ -180,7 +182,7 @@ class ClassNotPossible(ConversionError):
 def class_overrides(
     spec: JobSpec, options: SbatchOptions, opportunistic: tuple[str, ...], name: str
 ) -> tuple[list[SbatchOption], list[Change]]:
-    """What the job gets beside what it asks for, with the reasons.
+    """Return what the job gets beside what it asks for, with the reasons.
 
     Args:
         spec: of the job. Without a class, or a time after which it changes, it gets nothing.
@@ -274,7 +276,7 @@ def gpu_companion_options(spec: JobSpec, options: SbatchOptions, default_partiti
 
 
 def gpu_stage_changes(spec: JobSpec) -> list[Change]:
-    """What is said about them; empty without such data workers."""
+    """Return what is said about them; empty without such data workers."""
     if not spec.gpu_data_workers_max:
         return []
     low, high = spec.gpu_data_workers_min, spec.gpu_data_workers_max
@@ -361,7 +363,7 @@ def trainer_overrides(
     foreign: int | None = None,
     surroundings: SubmitContext | None = None,
 ) -> tuple[list[SbatchOption], list[Change]]:
-    """What component 0 gets instead of what the script asks for, with the reasons.
+    """Return what component 0 gets instead of what the script asks for, with the reasons.
 
     Args:
         spec: what the directives ask for.
@@ -674,7 +676,7 @@ def worker_options(spec: JobSpec, partition: str) -> list[str]:
 
 
 def worker_megabytes(spec: JobSpec, options: SbatchOptions, *, is_default: bool = False) -> float | None:
-    """Memory of one data worker in MB; None leaves it to the partition, as the script leaves its own."""
+    """Return memory of one data worker in MB; None leaves it to the partition, as the script leaves its own."""
     if spec.data_worker_mem:
         return megabytes(spec.data_worker_mem)
     if is_default or options.has("mem", "mem-per-cpu", "mem-per-gpu"):

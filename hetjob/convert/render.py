@@ -22,7 +22,7 @@ _END = "# <<< hetstream <<<"
 
 
 def render(script: str, plan: HetPlan, program: Sequence[str]) -> str:
-    """The sbatch text of a plan.
+    """Return the sbatch text of a plan.
 
     Args:
         script: the user's script; decoded with `surrogateescape`, its bytes survive.
@@ -39,7 +39,7 @@ def render(script: str, plan: HetPlan, program: Sequence[str]) -> str:
 
 
 def without_block(script: str) -> str:
-    """The user's own script again: what `render` added is taken out, if it is there."""
+    """Return the user's own script again: what `render` added is taken out, if it is there."""
     lines = script.split("\n")
     if _BEGIN not in lines or _END not in lines:
         return script
@@ -124,7 +124,7 @@ class WhatRuns:
 
 
 def what_runs(script: str) -> WhatRuns:
-    """The digests of a script, converted or not.
+    """Return the digests of a script, converted or not.
 
     Args:
         script: its text; bytes that are no UTF-8 may come as surrogates.

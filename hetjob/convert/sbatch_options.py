@@ -119,21 +119,21 @@ class SbatchOptions:
     items: tuple[SbatchOption, ...] = ()
 
     def last(self, name: str) -> SbatchOption | None:
-        """The option that is in force under this long name, or None."""
+        """Return the option that is in force under this long name, or None."""
         return next((item for item in reversed(self.items) if item.name == name), None)
 
     def value(self, name: str) -> str | None:
-        """The value in force, or None when the option is absent or a bare flag."""
+        """Return the value in force, or None when the option is absent or a bare flag."""
         item = self.last(name)
         return item.value if item else None
 
     def number(self, name: str) -> int | None:
-        """The value in force as a positive integer; None when absent or of another form (sbatch judges that)."""
+        """Return the value in force as a positive integer; None when absent or of another form (sbatch judges that)."""
         text = self.value(name) or ""
         return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
     def has(self, *names: str) -> bool:
-        """Whether any of these options is given."""
+        """Return whether any of these options is given."""
         return any(item.name in names for item in self.items)
 
 
@@ -234,7 +234,7 @@ def plain_words(options: Iterable[SbatchOption]) -> list[str]:
 
 
 def has_line_break(text: str) -> bool:
-    """Whether a text would be more than one line for sbatch, for a shell, or in what Slurm's commands print."""
+    """Return whether a text would be more than one line for sbatch, for a shell, or in what Slurm's commands print."""
     return any(character in text for character in "\n\r\0")
 
 
@@ -268,12 +268,12 @@ def refuse_other_words(arguments: Sequence[str]) -> None:
 
 
 def words_of(options: Iterable[SbatchOption]) -> list[str]:
-    """The command line that says the same, word for word."""
+    """Return the command line that says the same, word for word."""
     return [word for option in options for word in option.words]
 
 
 def megabytes(text: str) -> float | None:
-    """A memory size of Slurm (`4000`, `16G`) in MB, or None when it has another form."""
+    """Return a memory size of Slurm (`4000`, `16G`) in MB, or None when it has another form."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if not match:
         return None
@@ -281,7 +281,9 @@ def megabytes(text: str) -> float | None:
 
 
 def time_limit_s(text: str) -> float | None:
-    """A time of Slurm (`7` minutes, `5:00` with seconds, `02:03:04`, `3-02`) in seconds, or None for another form."""
+    """Return a time of Slurm (`7` minutes, `5:00` with seconds, `02:03:04`, `3-02`) in seconds, or None for another
+    form.
+    """
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip(), re.ASCII)
     if not match:
         return None
@@ -297,7 +299,7 @@ def time_limit_s(text: str) -> float | None:
 
 
 def memory_words(size_mb: float) -> str:
-    """A size in MB as Slurm writes it, rounded up to whole MB (`16G`, `1500M`)."""
+    """Return a size in MB as Slurm writes it, rounded up to whole MB (`16G`, `1500M`)."""
     whole = math.ceil(size_mb)
     return f"{whole // 1024}G" if whole and whole % 1024 == 0 else f"{whole}M"
 
@@ -378,7 +380,7 @@ _GIVES_WAY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 def from_environment(
     environ: Mapping[str, str], script: Sequence[SbatchOption] = (), command_line: Sequence[SbatchOption] = ()
 ) -> list[SbatchOption]:
-    """The options that sbatch would read from its environment, for those that a component may have for itself.
+    """Return the options that sbatch would read from its environment, for those that a component may have for itself.
 
     Args:
         environ: of sbatch.
@@ -406,7 +408,7 @@ def from_environment(
 def taken_variables(
     environ: Mapping[str, str], script: Sequence[SbatchOption] = (), command_line: Sequence[SbatchOption] = ()
 ) -> list[str]:
-    """The variables that have become options, or give way to one: sbatch is to be called without them.
+    """Return the variables that have become options, or give way to one: sbatch is to be called without them.
 
     Not those beside whose option some releases refuse the job: sbatch sees them, and says so or forgets them.
     """
@@ -434,7 +436,7 @@ def _forgotten(
 
 
 def handed_on(environ: Mapping[str, str], script: SbatchOptions, command_line: SbatchOptions) -> dict[str, str]:
-    """The variables that sbatch hands on to the job, as far as no file has them (`--export-file`).
+    """Return the variables that sbatch hands on to the job, as far as no file has them (`--export-file`).
 
     The command line wins over SBATCH_EXPORT, and that over the script.
     """

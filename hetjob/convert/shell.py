@@ -58,7 +58,7 @@ class Command:
 
 
 def commands(text: str, first_line: int = 1) -> list[Command]:
-    """All simple commands of a text, also those of loops, functions, subshells and here-documents.
+    """Return all simple commands of a text, also those of loops, functions, subshells and here-documents.
 
     Raises:
         UnreadableText: a quote or a substitution is open at the end.
@@ -67,7 +67,7 @@ def commands(text: str, first_line: int = 1) -> list[Command]:
 
 
 def inner_texts(word: str) -> Iterator[str]:
-    """What stands in a word as text of its own: between quotes, or in a command substitution."""
+    """Yield what stands in a word as text of its own: between quotes, or in a command substitution."""
     at = 0
     while at < len(word):
         if word[at] == "\\":
@@ -84,7 +84,7 @@ def inner_texts(word: str) -> Iterator[str]:
 
 
 def substitutions(word: str) -> Iterator[str]:
-    """The commands whose output stands in a word: `$(...)` and backquotes, also in double quotes."""
+    """Yield the commands whose output stands in a word: `$(...)` and backquotes, also in double quotes."""
     at, is_quoted = 0, False
     while at < len(word):
         if word[at] == "\\":
@@ -104,7 +104,7 @@ def substitutions(word: str) -> Iterator[str]:
 
 
 def unquoted(word: str) -> str:
-    """A word without its quotes and escapes."""
+    """Return a word without its quotes and escapes."""
     found: list[str] = []
     at = 0
     while at < len(word):
@@ -448,17 +448,17 @@ class Values:
                 self._changed.add(found[1] or found[2])
 
     def with_given(self, given: Mapping[str, str], may_lack: Collection[str] = ()) -> Values:
-        """Those of the same script where it has these variables from outside, and perhaps lacks some of them."""
+        """Return those of the same script where it has these variables from outside, and perhaps lacks some of them."""
         found = copy.copy(self)
         found._given, found._may_lack, found._found = given, may_lack, {}
         return found
 
     def has(self, name: str) -> bool:
-        """Whether a variable is given or assigned."""
+        """Return whether a variable is given or assigned."""
         return name in self._given or name in self._assigned
 
     def with_launchers(self, pieces: Sequence[Word], mention: re.Pattern[str]) -> Iterator[Word]:
-        """A command's words; where one is a variable with a launcher in its value, the words of that value.
+        """Yield a command's words; where one is a variable with a launcher in its value, the words of that value.
 
         Raises:
             Unknown: it has too many values.
@@ -489,7 +489,7 @@ class Values:
         return self._launching
 
     def of(self, raw: str) -> list[str]:
-        """All texts that a word may come to.
+        """Return all texts that a word may come to.
 
         Raises:
             Unknown: one of them depends on what is known only in the job.
@@ -564,7 +564,7 @@ class Values:
 
 
 def as_number(text: str) -> int:
-    """A number of CPUs, tasks or nodes, of a range the lower.
+    """Return a number of CPUs, tasks or nodes, of a range the lower.
 
     Raises:
         Unknown: it is none.

@@ -364,7 +364,7 @@ def _broken_command(text: str) -> str | None:
 
 
 def written(name: str) -> str:
-    """An option as it is written, `--data-workers=MIN[-MAX]`."""
+    """Return an option as it is written, `--data-workers=MIN[-MAX]`."""
     return f"--{name}={OPTIONS[name].metavar}" if name in WITH_VALUE else f"--{name}"
 
 
@@ -435,7 +435,7 @@ def gpus_per_task(options: SbatchOptions) -> Fraction:
 
 
 def asks_for_gpus(options: SbatchOptions) -> bool:
-    """Whether a script asks for GPUs, or for shares of some, in any form."""
+    """Return whether a script asks for GPUs, or for shares of some, in any form."""
     if options.has("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"):
         return True
     resources = f"{options.value('gres') or ''},{options.value('tres-per-task') or ''}".split(",")
@@ -468,7 +468,7 @@ def tasks_and_nodes(options: SbatchOptions) -> tuple[int, int | None]:
 
 
 def count(text: str | None) -> int | None:
-    """The number in `2`, `h200:2` or `2(S:0)`; `h200` alone is one. None for other forms."""
+    """Return the number in `2`, `h200:2` or `2(S:0)`; `h200` alone is one. None for other forms."""
     if not text:
         return None
     last = (text.partition("(")[0] if text.endswith(")") else text).split(":")[-1]

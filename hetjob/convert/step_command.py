@@ -79,7 +79,7 @@ class StepCommand:
 def step_command(
     arguments: Sequence[str], environ: Mapping[str, str], of_plugins: Mapping[str, bool] = {}, *, appends: bool = False
 ) -> StepCommand:
-    """What an srun becomes. Pure.
+    """Return what an srun becomes. Pure.
 
     Args:
         arguments: as the script calls it.
@@ -114,7 +114,7 @@ class _Step:
     appends: bool
 
     def command(self, elsewhere: str) -> StepCommand:
-        """What it becomes.
+        """Return what it becomes.
 
         Args:
             elsewhere: why tasks may see other files than srun, as in a container; "" if they do not.
@@ -213,7 +213,7 @@ class _Step:
 
 
 def is_of_tasks(name: str) -> bool:
-    """Whether the name of a file, or its absence, depends on the number of a task. Pure."""
+    """Return whether the name of a file, or its absence, depends on the number of a task. Pure."""
     if "\\" in name:
         return False  # srun takes such a name as it is
     return name.strip().isdecimal() or any(found[2] == "t" for found in _PIECE.finditer(name))

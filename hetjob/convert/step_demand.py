@@ -50,7 +50,7 @@ class Allocation:
     by_cpus: tuple[str, ...] = ()
 
     def holds(self, tasks: int, cpus_per_task: int, nodes: int | None, cpus: int) -> bool:
-        """Whether a step has room where each unit has this number of CPUs."""
+        """Return whether a step has room where each unit has this number of CPUs."""
         if self.nodes == 1 or self.units == 1:
             return tasks * cpus_per_task <= max(self.units * cpus, self.tasks)
         if self.nodes is None:  # nobody knows how units share nodes: each task must fit into its unit
@@ -94,7 +94,7 @@ class SubmitContext:
 def least_cpus(
     script: str, allocation: Allocation, kept: int, asked: int, surroundings: SubmitContext
 ) -> tuple[int | None, str]:  # fmt: skip
-    """The fewest CPUs of each unit, from `kept` on, with which all steps of a script have room.
+    """Return the fewest CPUs of each unit, from `kept` on, with which all steps of a script have room.
 
     Args:
         script: the whole text.

@@ -87,7 +87,7 @@ class OfCpus:
                 pending += used.get(name, ())
 
     def is_in(self, text: str, *, is_arithmetic: bool = False) -> bool:
-        """Whether a text as written depends on them.
+        """Return whether a text as written depends on them.
 
         Args:
             text: of a word, or of several.
@@ -97,7 +97,7 @@ class OfCpus:
         return bool(self._direct.search(text)) or not self._names.isdisjoint(references)
 
     def first(self, parts: Sequence[Word]) -> str:
-        """The first word of a command that depends on them; "" if none does.
+        """Return the first word of a command that depends on them; "" if none does.
 
         Whether a variable is set (`[ -z "$SLURM_CPUS_PER_TASK" ]`) depends on no number.
         """
@@ -526,13 +526,13 @@ def _behind_options(parts: Sequence[Word], with_value: str, skipped: int) -> lis
 
 
 def is_harmless(name: str) -> bool:
-    """Whether a program, by its name or path, is one that starts no steps, or Python."""
+    """Return whether a program, by its name or path, is one that starts no steps, or Python."""
     last = name.rpartition("/")[2]
     return bool(_PYTHON.fullmatch(last)) or (last in _HARMLESS and name[: -len(last)] in _PLACES)
 
 
 def functions_of(found: Iterable[Command]) -> set[str]:
-    """Names of the functions that commands define."""
+    """Return names of the functions that commands define."""
     return {
         unquoted(word.text)
         for command in found

@@ -79,7 +79,7 @@ class Holes:
         return max(self._given_s, _whole_minutes(useless_s / (1 - _LEAST_USEFUL_SHARE)))
 
     def request(self, left_s: float | None) -> TimeRequest | None:
-        """What the next companion asks for; None if the job ends before one would be of use.
+        """Return what the next companion asks for; None if the job ends before one would be of use.
 
         Args:
             left_s: until the job ends; None if that is not known.
@@ -90,7 +90,7 @@ class Holes:
         return TimeRequest(min(max(self._guess_s, self.least_s), time_s), time_s)
 
     def why_not(self, left_s: float | None) -> str:
-        """Why `request` gave none."""
+        """Return why `request` gave none."""
         end = "" if left_s is None else f", and the job ends in {max(0.0, left_s):.0f} s"
         return (
             f"a companion is worth a hole of {self.least_s:.0f} s (it takes {self.start_s:.0f} s to start and leaves "
@@ -98,7 +98,7 @@ class Holes:
         )
 
     def shorter(self, asked_s: float, waited_s: float) -> float | None:
-        """What a companion that waits asks for at the least from now on; None if that stays as it is.
+        """Return what a companion that waits asks for at the least from now on; None if that stays as it is.
 
         Args:
             asked_s: at the least, until now.
@@ -121,7 +121,7 @@ class Holes:
             self._guess_s = max(self._guess_s, min(_whole_minutes(2 * granted_s), self.longest_s))
 
     def lead_s(self, step_s: float = 0.0) -> float:
-        """How long before its end a companion is told to leave.
+        """Return how long before its end a companion is told to leave.
 
         Args:
             step_s: that one of its processes takes for a step; 0 while that is not known.
@@ -129,7 +129,7 @@ class Holes:
         return max(_LEAST_LEAD_S, 5.0 + 2 * max(step_s, *self._drains_s, 0.0))
 
     def is_due(self, left_s: float, granted_s: float, step_s: float = 0.0) -> bool:
-        """Whether a companion has to leave now.
+        """Return whether a companion has to leave now.
 
         Args:
             left_s: until its time limit ends it.

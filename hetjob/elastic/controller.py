@@ -81,12 +81,12 @@ _MOST_SPEED_UP = 20.0
 
 
 def demand_per_s(snapshot: Snapshot) -> float:
-    """Steps per second that the training loops would take if they never waited for data."""
+    """Return steps per second that the training loops would take if they never waited for data."""
     return snapshot.steps_per_s / max(1.0 - snapshot.wait_share, 1.0 / _MOST_SPEED_UP)
 
 
 def rate_of_one(snapshot: Snapshot, cpus: int) -> float:
-    """Steps per second of one data worker with this number of CPUs; 0 while none was measured."""
+    """Return steps per second of one data worker with this number of CPUs; 0 while none was measured."""
     measured = [companion for companion in snapshot.of(CompanionState.WORKING) if companion.rate_per_s > 0]
     same = [companion.rate_per_s for companion in measured if companion.cpus == cpus]
     if same:
@@ -98,7 +98,7 @@ def rate_of_one(snapshot: Snapshot, cpus: int) -> float:
 
 
 def capacity_per_s(snapshot: Snapshot) -> float:
-    """Steps per second that all data workers would make if none were ever idle, however fast the trainer is."""
+    """Return steps per second that all data workers would make if none were ever idle, however fast the trainer is."""
     return snapshot.fixed_rate_per_s + sum(companion.rate_per_s for companion in snapshot.of(CompanionState.WORKING))
 
 
@@ -187,14 +187,14 @@ class Controller:
         return self._loading.term(num_data_workers)
 
     def memory(self) -> ControllerState:
-        """What the controller of the next job master needs to know, should this one be killed."""
+        """Return what the controller of the next job master needs to know, should this one be killed."""
         return ControllerState(
             self.stage, self.local, self._size.progress,
             self._changed_at, self._retry_at, self._ceiling, self._num_disappointments,
         )  # fmt: skip
 
     def decide(self, snapshot: Snapshot, now: float) -> Decision:
-        """What to do now. The caller does it, and says so with `refused` if Slurm does not let it."""
+        """Return what to do now. The caller does it, and says so with `refused` if Slurm does not let it."""
         working = frozenset(job_ids(snapshot.of(CompanionState.WORKING)))
         seen = (snapshot.reading, working, snapshot.features_on_trainer)
         if seen != self._seen:

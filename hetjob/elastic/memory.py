@@ -250,7 +250,7 @@ class MemoryGrowth:
 
 
 def theil_sen(times: Array, values: Array) -> tuple[float, bool]:
-    """The median slope between all pairs, and whether it is above zero with 95 % confidence (Kendall's test).
+    """Return the median slope between all pairs, and whether it is above zero with 95 % confidence (Kendall's test).
 
     Args:
         times: growing, shape (n,) with n at least 2.
@@ -265,7 +265,8 @@ def theil_sen(times: Array, values: Array) -> tuple[float, bool]:
 
 
 def memory_to_ask_for(forecast: Forecast, limit_bytes: float, most_bytes: float = math.inf) -> float:
-    """What a replacement needs, in bytes: what the forecast says with an eighth to spare, at least half as much again.
+    """Return what a replacement needs, in bytes: what the forecast says with an eighth to spare, at least half as much
+    again.
 
     Args:
         forecast: of the one that is replaced.

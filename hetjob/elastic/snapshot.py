@@ -81,7 +81,7 @@ class Snapshot:
         return f"{waits}, {self.features_share:.0%} for features that it computes itself"
 
     def of(self, *states: CompanionState) -> list[Companion]:
-        """The companions in one of these states."""
+        """Return the companions in one of these states."""
         return [companion for companion in self.companions if companion.state in states]
 
     @property

@@ -111,7 +111,7 @@ class _TimedReadings:
         self.num_timed += num
 
     def term(self) -> StepTerm:
-        """The term, as far as it is known."""
+        """Return the term, as far as it is known."""
         num = len(self.seconds)
         if num < _LEAST_READINGS:
             return StepTerm(self.name, None, None, f"{num} of {_LEAST_READINGS} readings of {self._what}")
@@ -145,7 +145,7 @@ class _Phase:
         self._num_others = 0
 
     def is_over(self, step_s: float) -> bool:
-        """Whether enough steps in a row are different enough for another phase to have begun."""
+        """Return whether enough steps in a row are different enough for another phase to have begun."""
         is_other = bool(self.readings) and abs(step_s / fmean(self.readings) - 1) > _OTHER
         self._num_others = self._num_others + 1 if is_other else 0
         return self._num_others >= _OTHERS
@@ -302,7 +302,7 @@ class UsualLength:
 
 
 def nothing_usual() -> UsualLength | None:
-    """Where nobody remembers similar jobs."""
+    """Return where nobody remembers similar jobs."""
     return None
 
 
@@ -326,7 +326,7 @@ class Work:
 
 
 def remaining(work: Work, loaders: Sequence[LoaderStatus], ideal: float, time_s: float) -> RemainingWork | None:
-    """How many steps of all ranks together are left, by the best that says so; None where nothing does.
+    """Return how many steps of all ranks together are left, by the best that says so; None where nothing does.
 
     Args:
         work: what is known of it.
@@ -400,7 +400,7 @@ class Measuring:
         loaders: Sequence[LoaderStatus],
         time_s: float,
     ) -> Measured | None:
-        """What is known now; None while no step was taken.
+        """Return what is known now; None while no step was taken.
 
         Args:
             snapshot: of this moment.
@@ -481,7 +481,7 @@ class WaitsByDataWorkers:
 
 
 def worker_memory_mb(options: Sequence[str], cpus: int) -> int | None:
-    """Memory of a data worker by sbatch's options; None where they do not say."""
+    """Return memory of a data worker by sbatch's options; None where they do not say."""
     for option in options:
         if found := _SIZE.fullmatch(option):
             memory_mb = int(found[2]) * _MB[found[3]] * (cpus if found[1] else 1)

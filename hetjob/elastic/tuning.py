@@ -39,7 +39,7 @@ class LocalLoading:
         return cls(wait_share / steps_per_s) if steps_per_s > 0 else None
 
     def steps_per_s(self, now: Snapshot) -> float:
-        """How fast the trainer of now, which may have become slower or faster, would be with local loading."""
+        """Return how fast the trainer of now, which may have become slower or faster, would be with local loading."""
         busy_s = (1 - now.wait_share) / now.steps_per_s if now.steps_per_s > 0 else math.inf
         return 1 / (busy_s + self.wait_s) if busy_s + self.wait_s > 0 else math.inf
 
@@ -108,7 +108,7 @@ class SizeSearch:
 
 
 def growth_paid(before_per_s: float, after_per_s: float, num_before: int, num_after: int) -> bool:
-    """Whether more data workers can make more steps, by enough of what their number promised.
+    """Return whether more data workers can make more steps, by enough of what their number promised.
 
     Args:
         before_per_s, after_per_s: what all of them can make; not what was taken, which the trainer's load changes too.
@@ -118,7 +118,7 @@ def growth_paid(before_per_s: float, after_per_s: float, num_before: int, num_af
 
 
 def remote_pays(local_per_s: float, remote_per_s: float) -> bool:
-    """Whether data workers are worth having at all."""
+    """Return whether data workers are worth having at all."""
     return remote_per_s > local_per_s * (1 + LEAST_GAIN)
 
 
@@ -161,11 +161,11 @@ class LoadingModel:
     error: float = 0.0
 
     def per_s(self, num_data_workers: int) -> float:
-        """Steps a second that this number of data workers makes."""
+        """Return steps a second that this number of data workers makes."""
         return 1 / (self.shared_s + self.by_number_s / num_data_workers)
 
     def needed(self, per_s: float) -> int | None:
-        """The fewest data workers that reach a rate of steps per second; None if no number does."""
+        """Return the fewest data workers that reach a rate of steps per second; None if no number does."""
         left_s = 1 / per_s - self.shared_s
         if left_s <= 0 or self.by_number_s / left_s > 1e6:
             return None
@@ -198,11 +198,11 @@ class LoadingPoints:
         self._points = {}
 
     def model(self) -> LoadingModel | None:
-        """The term; None while the points do not identify it."""
+        """Return the term; None while the points do not identify it."""
         return fitted([(number, per_s) for number, (per_s, _) in sorted(self._points.items())])
 
     def term(self, num_data_workers: int) -> StepTerm:
-        """The same for a number of data workers, as a part of a step."""
+        """Return the same for a number of data workers, as a part of a step."""
         model = self.model()
         if model is None or num_data_workers < 1:
             seen = ", ".join(map(str, sorted(self._points))) or "none"

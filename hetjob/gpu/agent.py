@@ -31,7 +31,7 @@ _MOST_DEBT_NS = 1_000_000_000
 
 
 def is_good_news(before: Order | None, after: Order, now_ns: int) -> bool:
-    """Whether a process that waits under one order may go on under the next one: then it is woken."""
+    """Return whether a process that waits under one order may go on under the next one: then it is woken."""
     if after.verdict == GpuUse.PAUSE:
         return False
     if before is None or before.verdict != after.verdict or before.valid_until_ns <= now_ns:
@@ -71,7 +71,7 @@ class Throttle:
         busy_since_ns: int = 0,
         boundaries: int = 0,
     ) -> int:
-        """How long to wait, and ask again; 0: launch now.
+        """Return how long to wait, and ask again; 0: launch now.
 
         Args:
             order: the newest; None: there is none that is whole.
@@ -121,19 +121,19 @@ class OrderChannel(Protocol):
         """What the other end takes the process for; it may become guaranteed while it runs."""
 
     def order(self) -> Order | None:
-        """The newest order."""
+        """Return the newest order."""
 
     def report(self, statistics: Statistics, *, news: bool) -> None:
         """Say how the process is."""
 
     def busy_since_ns(self) -> int:
-        """When the guaranteed job began to use the GPU last, as it says itself; 0: it does not."""
+        """Return when the guaranteed job began to use the GPU last, as it says itself; 0: it does not."""
 
     def say_busy(self, now_ns: int) -> None:
         """Of a guaranteed process: it uses the GPU from now on."""
 
     def look(self) -> bool:
-        """Whether anybody is at the other end."""
+        """Return whether anybody is at the other end."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait for another order, or for the timeout."""

@@ -51,7 +51,8 @@ class SharingSettings:
 def settings_from_environment(
     environ: Mapping[str, str] = os.environ, pid: int | None = None
 ) -> SharingSettings | None:
-    """What the environment says; None: the process does not share its GPU, or it was the job's that submitted this one.
+    """Return what the environment says; None: the process does not share its GPU, or it was the job's that submitted
+    this one.
 
     Args:
         environ: of a process.
@@ -102,7 +103,7 @@ def settings_from_environment(
 
 
 def coordinator_uid_of(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The user that the coordinator may run as, beside root and this user; None: nobody else.
+    """Return the user that the coordinator may run as, beside root and this user; None: nobody else.
 
     Raises:
         OptionsError: what is given is no user's number.

@@ -93,7 +93,7 @@ class HostPool:
         self.capacity_bytes = sum(segment["total_size"] for segment in self._pool.snapshot())
 
     def used_bytes(self) -> int:
-        """What stands in now."""
+        """Return what stands in now."""
         return sum(segment["allocated_size"] for segment in self._pool.snapshot())
 
     def _fill(self, num_bytes: int) -> bool:
@@ -115,7 +115,7 @@ class HostPool:
 
 
 def is_like_the_gpus(there: torch.Tensor) -> bool:
-    """Whether memory of the pool can be set and copied. PyTorch takes it for the GPU's, and says so to CUDA.
+    """Return whether memory of the pool can be set and copied. PyTorch takes it for the GPU's, and says so to CUDA.
 
     It copies with the kind device-to-device. By the runtime's rules a kind that is not the pointers' may do anything;
     by those of the driver, pinned and mapped memory is an address of the GPU like others. So this is tried.
@@ -137,7 +137,7 @@ _captures: list[Any] = []
 
 
 def is_capturing() -> bool:
-    """Whether a graph is captured now, in whatever thread of this process."""
+    """Return whether a graph is captured now, in whatever thread of this process."""
     return bool(_captures) or bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -234,12 +234,13 @@ _WINDOWS = 2
 
 
 def is_in_use() -> bool:
-    """Whether this process uses CUDA."""
+    """Return whether this process uses CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def current_gpu(gpus: Sequence[str]) -> str | None:
-    """What the coordinator calls the GPU that this process uses, by the driver's word; None where it does not say.
+    """Return what the coordinator calls the GPU that this process uses, by the driver's word; None where it does not
+    say.
 
     Args:
         gpus: that the job has on this node. One that is none of these is told, too: the coordinator refuses it.
@@ -252,7 +253,7 @@ def current_gpu(gpus: Sequence[str]) -> str | None:
 
 
 def used_beside() -> list[int]:
-    """Numbers of the GPUs, beside the current one, on which this process has tensors; as PyTorch counts them."""
+    """Return numbers of the GPUs, beside the current one, on which this process has tensors; as PyTorch counts them."""
     own = torch.cuda.current_device()
     return [other for other in range(torch.cuda.device_count()) if other != own and torch.cuda.memory_allocated(other)]
 

@@ -31,7 +31,7 @@ class Device(Protocol):
         """What the coordinator knows it by."""
 
     def memory(self) -> MemoryUse:
-        """What the process holds now, and held at most in this mini-batch."""
+        """Return what the process holds now, and held at most in this mini-batch."""
 
     def begin_mini_batch(self) -> None:
         """Peaks are counted from here."""
@@ -40,7 +40,7 @@ class Device(Protocol):
         """Hold no more than this, as far as it can be given back now. What is in use stays where it is."""
 
     def is_idle(self) -> bool:
-        """Whether all that this process has launched has ended."""
+        """Return whether all that this process has launched has ended."""
 
     def launched(self) -> int:
         """Called after a launch: waits until little enough of what was launched is still to be done.

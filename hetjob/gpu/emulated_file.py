@@ -29,7 +29,7 @@ SIZE_BYTES = _HEAD.size + _PLACES * _PLACE.size
 
 
 def resolved(gpu: str) -> str:
-    """A GPU's one name: an emulated one's has its file's own path, however somebody has written it."""
+    """Return a GPU's one name: an emulated one's has its file's own path, however somebody has written it."""
     path = gpu.removeprefix(PREFIX)
     return gpu if path == gpu else f"{PREFIX}{os.path.realpath(path)}"
 
@@ -94,11 +94,11 @@ class EmulatedGpuFile:
             self._hold(self._held_bytes - num_bytes)
 
     def held_by(self, pid: int) -> int:
-        """What a process holds."""
+        """Return what a process holds."""
         return sum(held for holder, held in self._living() if holder == pid)
 
     def held(self) -> dict[int, int]:
-        """What each process holds, without a wait.
+        """Return what each process holds, without a wait.
 
         Raises:
             OSError: the file is gone.

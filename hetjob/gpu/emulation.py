@@ -71,7 +71,9 @@ class AllocatorRules:
 
     @classmethod
     def scaled(cls, large_segment_bytes: int) -> AllocatorRules:
-        """The same proportions for a smaller GPU, whose large segments have this size; blocks stay as they are."""
+        """Return the same proportions for a smaller GPU, whose large segments have this size; blocks stay as
+        they are.
+        """
         small_bytes = max(cls.block_bytes, large_segment_bytes // 20 // cls.block_bytes * cls.block_bytes)
         return cls(
             small_bytes=small_bytes,
@@ -82,11 +84,11 @@ class AllocatorRules:
         )
 
     def rounded(self, num_bytes: int) -> int:
-        """Bytes of the block for a request."""
+        """Return bytes of the block for a request."""
         return max(1, -(-num_bytes // self.block_bytes)) * self.block_bytes
 
     def segment_for(self, block_bytes: int) -> int:
-        """Bytes of a new segment for a block of this size."""
+        """Return bytes of a new segment for a block of this size."""
         if block_bytes <= self.small_bytes:
             return self.small_segment_bytes
         if block_bytes < self.least_own_bytes:
@@ -126,7 +128,7 @@ class _Pool:
         bisect.insort(self._free, (block.num_bytes, block.address, block))
 
     def take(self, num_bytes: int) -> Block | None:
-        """The smallest block that is large enough; what it has more is cut off if it is worth being a block."""
+        """Return the smallest block that is large enough; what it has more is cut off if it is worth being a block."""
         at = bisect.bisect_left(self._free, (num_bytes,))
         if at == len(self._free):
             return None
@@ -249,7 +251,7 @@ class Allocator:
         self._peak_bytes, self._host_peak_bytes = sum(self._used.values()), self._used[Place.HOST]
 
     def memory(self) -> MemoryUse:
-        """What is held now, and was at most."""
+        """Return what is held now, and was at most."""
         return MemoryUse(self._held_bytes, self._peak_bytes, self._host_peak_bytes, self._host_capacity_bytes)
 
     def _take_segment(self, pool: _Pool, block_bytes: int) -> bool:
@@ -323,7 +325,7 @@ class EmulatedGpu:
         return busy_ns
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One kernel."""
+        """Return one kernel."""
         began_ns = time.monotonic_ns()
         result = func(*args, **kwargs)
         with self._lock:

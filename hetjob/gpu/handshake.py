@@ -137,7 +137,7 @@ class Connection:
         self.is_lost = False
 
     def order(self) -> Order | None:
-        """The newest order; None if the page holds none that is whole."""
+        """Return the newest order; None if the page holds none that is whole."""
         return self._orders.read()
 
     def report(self, statistics: Statistics, *, news: bool) -> None:
@@ -150,7 +150,7 @@ class Connection:
                 self._connection.send(NEWS)
 
     def busy_since_ns(self) -> int:
-        """When the guaranteed job began to use the GPU last, as far as it says; 0: it has not."""
+        """Return when the guaranteed job began to use the GPU last, as far as it says; 0: it has not."""
         work = self._work.read()
         return work.since_ns if work else 0
 

@@ -163,7 +163,7 @@ class Page(Generic[T]):
         self._memory[start : start + len(content)] = content
 
     def read(self) -> T | None:
-        """The newest whole record; None if there is none. What was read before is not checked again."""
+        """Return the newest whole record; None if there is none. What was read before is not checked again."""
         seen = self._memory[: self._length], self._memory[_PLACE_BYTES : _PLACE_BYTES + self._length]
         if seen != self._seen:
             found = [place for place in map(self._record_of, seen) if place is not None]
@@ -186,7 +186,7 @@ class Page(Generic[T]):
 
 
 def make_orders() -> tuple[Page[Order], int]:
-    """A page that this process writes, and a descriptor for the job, which can only read it.
+    """Return a page that this process writes, and a descriptor for the job, which can only read it.
 
     The mapping is made first. Then the file is sealed against any further writing, where the kernel can do that, and
     the descriptor is opened anew for reading only: that alone keeps out jobs of other users.
@@ -205,7 +205,9 @@ def make_orders() -> tuple[Page[Order], int]:
 
 
 def make_statistics() -> tuple[Page[Statistics], int]:
-    """A page that this process reads, and a descriptor for the job, which writes it. Nobody can change its size."""
+    """Return a page that this process reads, and a descriptor for the job, which writes it. Nobody can change
+    its size.
+    """
     descriptor = _written_by_jobs("hetstream-gpu-statistics")
     try:
         return Page(descriptor, Statistics, writable=False), descriptor
@@ -215,7 +217,8 @@ def make_statistics() -> tuple[Page[Statistics], int]:
 
 
 def make_work() -> tuple[int, int]:
-    """Two descriptors of a page: one for the guaranteed job, which writes it, and one for the others, which read it.
+    """Return two descriptors of a page: one for the guaranteed job, which writes it, and one for the others, which read
+    it.
 
     Whoever has the first can keep it for ever, so each guaranteed job has a page of its own.
     """
@@ -273,7 +276,7 @@ class LocalRank:
 
 
 def local_rank(environ: Mapping[str, str]) -> LocalRank:
-    """What the launcher says of this process."""
+    """Return what the launcher says of this process."""
     said_by = next((name for name in _NUMBERED_BY if _number(environ.get(name)) is not None), "")
     counts = [count for name in _COUNTED_BY if (count := _number(environ.get(name)))]
     if said_by == "SLURM_LOCALID" and not counts:
@@ -285,7 +288,7 @@ def local_rank(environ: Mapping[str, str]) -> LocalRank:
 
 
 def gpu_of(gpus: Sequence[str], numbers: Sequence[str], rank: LocalRank, visible: str | None) -> str:
-    """The GPU of one process.
+    """Return the GPU of one process.
 
     Args:
         gpus: that the job has on this node, as the coordinator calls them.

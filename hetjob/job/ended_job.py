@@ -34,7 +34,7 @@ _WELL_BELOW = 0.05
 
 
 def load_summary(directory: Path, *, links: bool = True) -> tuple[dict[str, Any], os.stat_result]:
-    """The record in a directory, which may be of a user who has put anything there, and the status of its file.
+    """Return the record in a directory, which may be of a user who has put anything there, and the status of its file.
 
     Args:
         directory: where the record is.
@@ -57,8 +57,8 @@ def load_summary(directory: Path, *, links: bool = True) -> tuple[dict[str, Any]
 
 
 def load_own_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
-    """The same of this user's own record: one in a directory that many can write to must not advise him, nor must one
-    of another project, to which somebody's link there leads.
+    """Return the same of this user's own record: one in a directory that many can write to must not advise him, nor
+    must one of another project, to which somebody's link there leads.
 
     Raises:
         PermissionError: it is another user's.
@@ -72,7 +72,7 @@ def load_own_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
 
 
 def read_summary(work_dir: Path) -> dict[str, Any]:
-    """The dispatcher's record; empty when it left none (it was killed)."""
+    """Return the dispatcher's record; empty when it left none (it was killed)."""
     try:
         summary, _ = load_summary(work_dir)
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
 
 
 def summary_line(summary: Mapping[str, Any]) -> str:
-    """The summary on one line, for a log or a terminal."""
+    """Return the summary on one line, for a log or a terminal."""
     loaders = summary.get("loaders", [])
     steps, samples, elapsed_s, local = (
         sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "samples", "elapsed_s", "local_steps")
@@ -116,7 +116,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
 
 
 def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
-    """What to try in the next run, or that all is well.
+    """Return what to try in the next run, or that all is well.
 
     A trainer that waits for the share w of the time takes 1 / (1 - w) times the steps once it never waits, and data
     workers must make as many more.
@@ -203,7 +203,8 @@ class EndedJob:
 
 
 def read_ended(directory: Path) -> EndedJob | None:
-    """What this user's record in a job's directory tells; None if there is none, or it tells nothing of trainers.
+    """Return what this user's record in a job's directory tells; None if there is none, or it tells nothing of
+    trainers.
 
     Raises:
         OSError: it cannot be read, or is another user's.
@@ -219,7 +220,7 @@ def read_ended(directory: Path) -> EndedJob | None:
 
 
 def ended_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float) -> EndedJob | None:
-    """The same of a record that was read already."""
+    """Return the same of a record that was read already."""
     # Known to the controller of the stage that the trainer takes its batches from.
     records = [summary.get(name) or {} for name in ("elastic", "elastic_gpu")]
     elastic = next((record for record in records if record.get("trainer_cpus_recommended") is not None), None)
@@ -256,7 +257,7 @@ class JobLeft:
 
 
 def jobs_left(place: Path, living: Collection[str]) -> list[JobLeft]:
-    """What jobs have left in a place, the oldest first.
+    """Return what jobs have left in a place, the oldest first.
 
     Args:
         place: `.hetstream` of a directory that jobs were submitted from, or one for all jobs of a user.

@@ -51,7 +51,7 @@ AskSlurm = Callable[[str], JobPlace]
 
 
 def find_directory(job: str, here: Path, ask_slurm: AskSlurm, jobs_dir: str | None = None) -> Path:
-    """The directory of a job, which stays when it has ended.
+    """Return the directory of a job, which stays when it has ended.
 
     Args:
         job: a directory, or a job id: of the job, of a component, a companion or an array task.
@@ -98,7 +98,7 @@ def _why_no_directory(job: str, place: JobPlace, named: Sequence[Path]) -> str:
 def find_address_file(
     job: str | None, service: str | None, environ: Mapping[str, str], here: Path, ask_slurm: AskSlurm
 ) -> Path:
-    """The address file of a service, which is gone when the job has ended; its directory is not.
+    """Return the address file of a service, which is gone when the job has ended; its directory is not.
 
     Args:
         job: as for `find_directory`; None for the only service there is.
@@ -123,7 +123,9 @@ def find_address_file(
 
 
 def job_directory(places: Iterable[Path], job_id: str) -> Path | None:
-    """The directory of a job's last start, in the first of some places that has one; None if this user sees none."""
+    """Return the directory of a job's last start, in the first of some places that has one; None if this user sees
+    none.
+    """
     for place in places:
         # hetstream makes no link there; somebody else may, where the place is shared.
         named = [path for path in place.glob(f"job-{job_id}*") if _restarts(path, job_id) >= 0]

@@ -43,12 +43,13 @@ RULE = "an absolute path on one line, in which %u stands for the user, such as /
 
 
 def is_directory_pattern(text: str) -> bool:
-    """Whether a text has the form of these settings."""
+    """Return whether a text has the form of these settings."""
     return text.startswith("/") and text.isprintable() and "%" not in text.replace("%u", "")
 
 
 def setting(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
-    """What the environment or the site's file says of a setting that is a directory; None if it is empty or not there.
+    """Return what the environment or the site's file says of a setting that is a directory; None if it is empty or not
+    there.
 
     Raises:
         ConfigError: it has another form.
@@ -62,12 +63,14 @@ def setting(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) 
 
 
 def for_user(pattern: str, user: str = "") -> Path:
-    """The directory of a user; by default of whom this process runs as."""
+    """Return the directory of a user; by default of whom this process runs as."""
     return Path(pattern.replace("%u", user or user_name(os.geteuid())))
 
 
 def in_home() -> Path | None:
-    """Where the directories of jobs are that are not safe where they were submitted; None without a home directory."""
+    """Return where the directories of jobs are that are not safe where they were submitted; None without a home
+    directory.
+    """
     try:
         return Path.home() / IN_SUBMIT_DIR
     except RuntimeError:
@@ -75,7 +78,7 @@ def in_home() -> Path | None:
 
 
 def places(submit_dirs: Iterable[Path], jobs_dir: str | None) -> list[Path]:
-    """Where directories of this user's jobs may be.
+    """Return where directories of this user's jobs may be.
 
     Args:
         submit_dirs: that jobs may have been submitted from.
@@ -87,7 +90,7 @@ def places(submit_dirs: Iterable[Path], jobs_dir: str | None) -> list[Path]:
 
 
 def choose(jobs_dir: str | None, submit_dir: Path) -> tuple[Path | None, str]:
-    """The place of the directory of a job, where nobody else can put another one in its place.
+    """Return the place of the directory of a job, where nobody else can put another one in its place.
 
     Args:
         jobs_dir: the one that was named, with `%u` for the user; None for the default.
@@ -118,7 +121,7 @@ def choose(jobs_dir: str | None, submit_dir: Path) -> tuple[Path | None, str]:
 
 
 def jobs_dir_in(script: str) -> str:
-    """Which directory a converted script names for its job; "" if it names none.
+    """Return which directory a converted script names for its job; "" if it names none.
 
     Args:
         script: text of a user, of which nothing is believed but that word.
@@ -242,7 +245,7 @@ class JobEnvironment:
 
 
 def plain_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that an ordinary job has and a heterogeneous one lacks.
+    """Return the variables that an ordinary job has and a heterogeneous one lacks.
 
     Slurm gives a heterogeneous job's batch script `SLURM_CPUS_PER_TASK_HET_GROUP_0` but no `SLURM_CPUS_PER_TASK`
     (seen on 22.05), on which the user's script may count. What the job has instead counts for nothing: the shell that
@@ -289,7 +292,7 @@ def script_lines(environ: Mapping[str, str]) -> str:
 
 
 def submitting(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a heterogeneous job's script needs so that the jobs that it submits itself are ordinary ones.
+    """Return what a heterogeneous job's script needs so that the jobs that it submits itself are ordinary ones.
 
     Its PATH begins with commands that take Slurm's variables of its components out of what they hand on, and with an
     `srun` whose tasks have what those of an ordinary job have; for that one there is the Python that runs this.
@@ -301,7 +304,7 @@ def submitting(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def export_variables(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """What lets variables reach the tasks of `srun` in a job submitted with `--export=NONE` or a list.
+    """Return what lets variables reach the tasks of `srun` in a job submitted with `--export=NONE` or a list.
 
     Such a job has `SLURM_EXPORT_ENV`, and srun passes on only what it names.
     """
@@ -333,7 +336,7 @@ _LOOK_S = 30.0
 
 
 def lead_s(persist_s: Iterable[float], left_s: float) -> float:
-    """How long before its end a job is to be warned.
+    """Return how long before its end a job is to be warned.
 
     Args:
         persist_s: how long each store of this host takes to disk; they go one after the other.
@@ -448,7 +451,7 @@ def await_ready(step: Child, is_ready: Callable[[], bool], limit_s: float, lacki
 
 
 def why_no_directory(what: str, directory: Path, error: OSError) -> str:
-    """Why a directory of a job cannot be made, and what the user can do."""
+    """Return why a directory of a job cannot be made, and what the user can do."""
     return (
         f"the {what} directory {directory} cannot be made: {error.strerror or error}. Submit from a directory that you "
         "can write to and that all hosts share, or name one with --jobs-dir"
@@ -467,12 +470,12 @@ _START_LIMIT_S = 60.0
 
 
 def ready_file(job: JobEnvironment) -> Path:
-    """What the checkpoint writer of this node makes when it is ready to serve, and removes at its end."""
+    """Return what the checkpoint writer of this node makes when it is ready to serve, and removes at its end."""
     return job.writers / f"{job.node}.ready"
 
 
 def log_file(job: JobEnvironment) -> Path:
-    """What the checkpoint writer of this node did and why; kept."""
+    """Return what the checkpoint writer of this node did and why; kept."""
     return job.writers / f"{job.node}.log"
 
 

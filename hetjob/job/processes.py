@@ -75,7 +75,7 @@ def start_child(
 def before_exec(
     parent: int, death_signal: signal.Signals | None, ignored: Collection[int] = ()
 ) -> Callable[[], None]:  # fmt: skip
-    """What a child does between fork and exec, so that it gets a signal when its parent dies, and blocks none.
+    """Return what a child does between fork and exec, so that it gets a signal when its parent dies, and blocks none.
 
     Args:
         parent: process that starts it.

@@ -58,7 +58,7 @@ class Launcher(Protocol):
         """Ask it to end, and its companions with it; returns at once."""
 
     def last_words(self, name: str) -> str:
-        """What is to be said of a child's output, behind that it has died; "" where its log stays to be read."""
+        """Return what is to be said of a child's output, behind that it has died; "" where its log stays to be read."""
 
 
 class Service:

@@ -117,7 +117,7 @@ class CompanionJobs:
         return self._client.submit(script, options, f"{job_id}.{self._job.restarts}.{self._kind}companion-{number}")
 
     def listed(self, known: Sequence[MarkedJob] | None = None) -> list[MarkedJob]:
-        """Those that Slurm knows and that are not over.
+        """Return those that Slurm knows and that are not over.
 
         Args:
             known: what somebody else has read of them; None: Slurm is asked.

@@ -91,7 +91,7 @@ class CompanionTime:
         self._lives: dict[str, _Life] = {}
 
     def request(self, time_s: float) -> TimeRequest | None:
-        """What the next companion asks for; None for as long as the options say.
+        """Return what the next companion asks for; None for as long as the options say.
 
         Args:
             time_s: now, in seconds since 1970.
@@ -154,12 +154,12 @@ class CompanionTime:
         self.tally.asked.pop(job_id, None)
 
     def needs_a_look(self, job_ids: Iterable[str]) -> bool:
-        """Whether the end of one of these, which run, is of interest and not known."""
+        """Return whether the end of one of these, which run, is of interest and not known."""
         lives = (self._lives.get(job_id) for job_id in job_ids)
         return self.holes is not None and any(life is not None and life.ends_at is None for life in lives)
 
     def due(self, job_ids: Iterable[str], steps_s: Mapping[str, float], now: float) -> dict[str, float]:
-        """Those that have to leave before their time limit ends them, and in how many seconds it would.
+        """Return those that have to leave before their time limit ends them, and in how many seconds it would.
 
         Args:
             job_ids: those that run and were not told to leave.
@@ -320,7 +320,7 @@ class JobReport(NamedTuple):
 
 
 def told_by(directory: Path) -> JobReport:
-    """What the job master with this directory tells now; nothing where it keeps nothing.
+    """Return what the job master with this directory tells now; nothing where it keeps nothing.
 
     Raises:
         OSError: it cannot be read, or is none of this user's.

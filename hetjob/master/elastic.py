@@ -114,7 +114,7 @@ class PollBackoff:
         return self._changed_s
 
     def is_due(self, state: Hashable, is_settled: bool, now: float) -> bool:
-        """Whether to ask now; the caller then does.
+        """Return whether to ask now; the caller then does.
 
         Args:
             state: what is known of the companions; compared with that of the last call.
@@ -174,7 +174,7 @@ class Companions(Protocol):
         """Submit one, and return its id."""
 
     def listed(self, known: Sequence[MarkedJob] | None = None) -> list[MarkedJob]:
-        """Those that are not over."""
+        """Return those that are not over."""
 
     def ask_for_less(self, job_id: str, asked: TimeRequest) -> None:
         """Let one that waits start in a shorter hole."""
@@ -262,7 +262,7 @@ class Elastic:
             self._thread.join(_STOPPED_WITHIN_S)
 
     def summary(self) -> dict[str, Any]:
-        """What it did and found out, for the job's summary."""
+        """Return what it did and found out, for the job's summary."""
         controller, last = self._controller, self._last_read
         return {
             "stage": controller.stage.value,
@@ -634,7 +634,7 @@ def elastic_of_gpu_stage(
     connect: Callable[[], Steering],
     end_s: float | None,
 ) -> Elastic:
-    """The controller of a job's stage on GPUs.
+    """Return the controller of a job's stage on GPUs.
 
     Args:
         stage: what the script asks for.
@@ -670,7 +670,7 @@ class ElasticStages:
         return [elastic for elastic in (self.cpu, self.gpu) if elastic is not None]
 
     def summary(self, trainer_cpus: int | None) -> dict[str, Any]:
-        """What they did and found out, for the job's summary.
+        """Return what they did and found out, for the job's summary.
 
         Args:
             trainer_cpus: that each trainer task has; None where that is not known.

@@ -87,7 +87,7 @@ class LocalConfig:
             raise UsageError("; ".join(problems))
 
     def dispatcher_words(self, directory: Path) -> list[str]:
-        """The dispatcher's command."""
+        """Return the dispatcher's command."""
         arguments = [
             "internal",
             "dispatcher",
@@ -99,7 +99,7 @@ class LocalConfig:
         return [*self.program, *arguments, "--address-file", str(directory / "address")]
 
     def data_worker_words(self, directory: Path) -> list[str]:
-        """A data worker's command."""
+        """Return a data worker's command."""
         service = f"file:{directory / 'address'}"
         threads = ["--threads", str(self.worker_threads)] if self.worker_threads > 1 else []
         arguments = [
@@ -259,7 +259,7 @@ class LocalCompanions:
         return name
 
     def listed(self, _: object = None) -> list[MarkedJob]:
-        """Those that have not ended."""
+        """Return those that have not ended."""
         self._children = {name: child for name, child in self._children.items() if child.poll() is None}
         return [MarkedJob(name, "RUNNING", 1) for name in self._children]
 
@@ -335,14 +335,14 @@ class LocalLauncher:
             self._elastic.join()
 
     def summary(self) -> dict[str, Any]:
-        """What the controller found out, as in the summary of a job."""
+        """Return what the controller found out, as in the summary of a job."""
         if self._elastic is None:
             return {}
         of_jobs = ("companions", "companion_cpu_s", "companion_cpu_s_in_holes")
         return {"elastic": {name: value for name, value in self._elastic.summary().items() if name not in of_jobs}}
 
     def last_words(self, name: str) -> str:
-        """The end of a child's log, which is gone when somebody wants to read it."""
+        """Return the end of a child's log, which is gone when somebody wants to read it."""
         path = self.log_of(name)
         try:
             if path is None:
@@ -355,7 +355,7 @@ class LocalLauncher:
         return f"; the end of its log ({path}):\n{text}" if text else ""
 
     def log_of(self, name: str) -> Path | None:
-        """The file that a child's output goes to, for as long as the run lasts."""
+        """Return the file that a child's output goes to, for as long as the run lasts."""
         return None if self._config.show_logs else self._directory / log_name(name)
 
 

@@ -118,7 +118,7 @@ class CompanionMemory:
             self._forecasts[job_id] = cpus, forecast
 
     def replacement(self) -> Replacement | None:
-        """The companion that runs out of memory first; None if none does, or nothing more can be done for it."""
+        """Return the companion that runs out of memory first; None if none does, or nothing more can be done for it."""
         open_cases = {job_id: forecast for job_id, forecast in self._forecasts.items() if job_id not in self._answers}
         if not open_cases:
             return None
@@ -132,7 +132,7 @@ class CompanionMemory:
         return max(math.ceil(needed / _MB / cpus), self.mb_per_cpu or 0)
 
     def warnings(self, largest_cpus: int) -> list[MemoryWarning]:
-        """The companions that are about to run out of memory, the first one first.
+        """Return the companions that are about to run out of memory, the first one first.
 
         Args:
             largest_cpus: CPUs of a data worker as the script says, to which `--data-worker-mem` belongs.
@@ -160,7 +160,9 @@ class CompanionMemory:
         self._answers[tried.job_id] = "Slurm takes none with more in its place"
 
     def most_mb(self, cpus: int) -> int | None:
-        """The most memory that a companion with this number of CPUs had, in MB; None if that was not measured."""
+        """Return the most memory that a companion with this number of CPUs had, in MB; None if that was not
+        measured.
+        """
         return self._most_mb.get(cpus)
 
 
@@ -327,7 +329,7 @@ class Migration:
 
 
 def outside_of_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what Slurm has said of this job and step."""
+    """Return the environment without what Slurm has said of this job and step."""
     return {name: value for name, value in environ.items() if not _OF_THIS_JOB.match(name)}
 
 
@@ -372,7 +374,7 @@ class MemoryWatch:
             self.migration.look()
 
     def warnings(self, largest_cpus: int, now: float) -> list[MemoryWarning]:
-        """What is warned of now, in seconds since the epoch to the nearest ten.
+        """Return what is warned of now, in seconds since the epoch to the nearest ten.
 
         Args:
             largest_cpus: CPUs of a data worker as the script says.
@@ -398,7 +400,7 @@ _COUNTED = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rs
 def read_job_memory(
     job_id: str, own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> MemoryReading | None:
-    """What the job has of memory on this node; None where no cgroup of this job limits it.
+    """Return what the job has of memory on this node; None where no cgroup of this job limits it.
 
     Args:
         job_id: of component 0.

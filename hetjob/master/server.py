@@ -111,7 +111,7 @@ _ALLOWED = ("account", "constraint", "nice", "partition", "qos", "reservation")
 
 
 def hole_options(site_file: Path = SITE_FILE) -> tuple[str, ...] | None:
-    """The sbatch options that put companions behind everybody else; None where the site wants none in holes.
+    """Return the sbatch options that put companions behind everybody else; None where the site wants none in holes.
 
     Raises:
         ConfigError: the line has another form.
@@ -193,7 +193,8 @@ class MasterConfig:
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
-        """What `start` has written for this job, for its steps on their hosts; it names the programs that they run.
+        """Return what `start` has written for this job, for its steps on their hosts; it names the programs that they
+        run.
 
         Raises:
             MasterError: the file is missing, or holds something else; or somebody else may have written it, or could
@@ -208,7 +209,7 @@ class MasterConfig:
             ) from error
 
     def job(self, environ: Mapping[str, str]) -> JobEnvironment:
-        """The job that runs it, from its environment.
+        """Return the job that runs it, from its environment.
 
         Raises:
             MasterError: this is no Slurm job.
@@ -486,7 +487,7 @@ class SlurmLauncher:
         return start_child(argv, log=self.log_of(DISPATCHER), death_signal=signal.SIGKILL, is_told_twice=True)
 
     def data_worker(self, index: int) -> Child:
-        """One step a data worker: when one dies, only its own step is started again."""
+        """Return one step a data worker: when one dies, only its own step is started again."""
         options = [
             "--het-group=1",
             "--exact",
@@ -500,7 +501,7 @@ class SlurmLauncher:
         return self._client.start_step(options, arguments, self.log_of(data_worker(index)))
 
     def log_of(self, name: str) -> Path:
-        """The file that a child's output goes to."""
+        """Return the file that a child's output goes to."""
         return self._job.directory / log_name(name)
 
     def last_words(self, _: str) -> str:
@@ -518,13 +519,13 @@ class SlurmLauncher:
             elastic.stop()
 
     def worker_words(self, cpus: int) -> Sequence[str]:
-        """The command of a data worker with this number of CPUs."""
+        """Return the command of a data worker with this number of CPUs."""
         threads = self._config.data_worker_threads
         more = ["--threads", str(threads)] if threads > 1 else []
         return [*self._worker(), "--processes", str(cpus // threads), *more]
 
     def gpu_worker_words(self, _: int) -> Sequence[str]:
-        """The command of a data worker with a GPU: one process, however many CPUs it has."""
+        """Return the command of a data worker with a GPU: one process, however many CPUs it has."""
         return [*self._worker(), "--device", "gpu"]
 
     def _worker(self) -> list[str]:

@@ -113,12 +113,12 @@ class IllegalTransition(RuntimeError):
 
 
 def data_worker(index: int) -> str:
-    """The name of a data worker in events and log lines."""
+    """Return the name of a data worker in events and log lines."""
     return f"data_worker={index}"
 
 
 def log_name(name: str) -> str:
-    """The file name of a child's log, such as "data-worker-0.log"."""
+    """Return the file name of a child's log, such as "data-worker-0.log"."""
     return f"{name.replace('_', '-').replace('=', '-')}.log"
 
 
@@ -165,7 +165,7 @@ class MasterState:
         return instructions
 
     def next_due(self) -> float | None:
-        """When `ClockReached` should come, or None while nothing waits for the clock."""
+        """Return when `ClockReached` should come, or None while nothing waits for the clock."""
         return min(self.due.values(), default=None)
 
     def validate(self) -> None:

@@ -78,7 +78,7 @@ class TcpAddress:
         return f"tcp://{self.user}@{host}:{self.port}"
 
     def reader_uid(self) -> int:
-        """The daemon's user id.
+        """Return the daemon's user id.
 
         Raises:
             ConfigError: this host does not know the user.
@@ -128,7 +128,7 @@ def parse_address(text: str) -> Address:
 
 
 def read_settings(environ: Mapping[str, str], site_file: Path = SITE_FILE) -> SiteSettings:
-    """What the environment says and, for variables that are not set there, the site's file. Empty means none.
+    """Return what the environment says and, for variables that are not set there, the site's file. Empty means none.
 
     Raises:
         ConfigError: an address of another form.
@@ -179,7 +179,7 @@ class Munge:
         self.decode(self.encode(b"", os.geteuid()))
 
     def decode(self, credential: bytes) -> tuple[int, bytes]:
-        """Who wrote a credential, and what.
+        """Return who wrote a credential, and what.
 
         Raises:
             SiteError: it is none, was read before, is too old, or is for another reader.
@@ -355,13 +355,13 @@ class SiteLink:
             self._news.notify()
 
     def data_workers(self) -> int | None:
-        """How many data workers the job may have, minimum included; None where nobody limits it."""
+        """Return how many data workers the job may have, minimum included; None where nobody limits it."""
         with self._news:
             granted, held_s = self._granted, self._clock() - self._granted_s
         return granted.limit if granted is not None and held_s < HOLD_S else None
 
     def preferred_nodes(self) -> Sequence[str]:
-        """Where the next data workers would be best, as the newest answer says."""
+        """Return where the next data workers would be best, as the newest answer says."""
         with self._news:
             granted, held_s = self._granted, self._clock() - self._granted_s
         return granted.nodes if granted is not None and held_s < HOLD_S else ()

@@ -439,12 +439,12 @@ Answer = (
 
 
 def new_request(question: Question, sent_ns: int) -> SiteRequest:
-    """A request with a key of its own."""
+    """Return a request with a key of its own."""
     return SiteRequest(version_of(question), sent_ns, secrets.token_hex(32), question)
 
 
 def version_of(question: Question) -> int:
-    """The lowest version of the protocol that has all of a question."""
+    """Return the lowest version of the protocol that has all of a question."""
     if isinstance(question, ReportGpus | AskGpus):
         return VERSION
     is_new = isinstance(question, AskPolicy | SetPolicy) or (
@@ -454,7 +454,7 @@ def version_of(question: Question) -> int:
 
 
 def encode_request(request: SiteRequest) -> bytes:
-    """The request as JSON."""
+    """Return the request as JSON."""
     return msgspec.json.encode(request)
 
 
@@ -478,18 +478,18 @@ def decode_request(data: bytes) -> SiteRequest:
 
 
 def encode_answer(answer: Answer, reply_key: str) -> bytes:
-    """The answer as JSON behind its HMAC."""
+    """Return the answer as JSON behind its HMAC."""
     data = answer_text(answer)
     return answer_mac(data, reply_key) + data
 
 
 def answer_text(answer: Answer) -> bytes:
-    """The answer as JSON, for one who sends the same to many."""
+    """Return the answer as JSON, for one who sends the same to many."""
     return msgspec.json.encode(answer)
 
 
 def answer_mac(text: bytes, reply_key: str) -> bytes:
-    """What goes before an answer: its HMAC under the key of the question."""
+    """Return what goes before an answer: its HMAC under the key of the question."""
     return hmac.digest(bytes.fromhex(reply_key), text, "sha256")
 
 

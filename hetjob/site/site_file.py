@@ -10,13 +10,13 @@ SITE_FILE = Path("/etc/hetstream/daemon.env")
 
 
 def site_value(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
-    """What the environment or the site's file says of a setting that is one word; None if neither does."""
+    """Return what the environment or the site's file says of a setting that is one word; None if neither does."""
     text = environ.get(name)
     return in_site_file(name, site_file) if text is None else text
 
 
 def in_site_file(name: str, site_file: Path) -> str | None:
-    """What the site's file says of a setting; None if it says nothing, or is not there."""
+    """Return what the site's file says of a setting; None if it says nothing, or is not there."""
     try:
         return assignments(site_file.read_text(errors="replace")).get(name)
     except OSError:

@@ -35,7 +35,7 @@ class UntrustedFile(PermissionError):
 
 
 def others_can_write(status: os.stat_result, where: int | str | os.PathLike[str]) -> bool:
-    """Whether anybody but the owner, root or this user can write to a file or into a directory.
+    """Return whether anybody but the owner, root or this user can write to a file or into a directory.
 
     A group of one user alone does not count: many sites give each user one, and let it write (umask 002). Where a file
     has an ACL, the group's bits of its mode are the most that the ACL gives to anybody it names
@@ -73,7 +73,7 @@ def _named_writers(where: int | str | os.PathLike[str], gid: int) -> tuple[set[i
 
 
 def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False, own_links: bool = False) -> str:
-    """Why somebody else could put something in the place of a path; "" if nobody but root and this user can.
+    """Return why somebody else could put something in the place of a path; "" if nobody but root and this user can.
 
     Looks at each directory that a name on the way is looked up in, those of links included, as sshd (StrictModes),
     munged and systemd do. It is root's or this user's; where others can write to it, it has the sticky bit, which
@@ -116,7 +116,7 @@ def unsafe_below(place: Path) -> str:
 
 
 def owners_of(path: str) -> list[int]:
-    """Whose a file or directory is, and each directory and link on the way to it: user ids, ascending.
+    """Return whose a file or directory is, and each directory and link on the way to it: user ids, ascending.
 
     Where all can write to a directory on the way without the sticky bit, or to it itself, it is `EVERYBODY`'s, too.
     Empty if it is not there.
@@ -130,7 +130,8 @@ def owners_of(path: str) -> list[int]:
 
 
 def is_in_common(path: str) -> bool:
-    """Whether all can make names in a directory on the way to a path, as in /tmp and /dev/shm: nodes have their own.
+    """Return whether all can make names in a directory on the way to a path, as in /tmp and /dev/shm: nodes have their
+    own.
 
     What is there belongs to this user on one node, and to anybody on the next.
     """
@@ -144,7 +145,7 @@ def is_in_common(path: str) -> bool:
 
 
 def strange_here(path: str, owners_there: Collection[int]) -> str:
-    """Why what another host has under a path may be a stranger's on this one; "" if it is the same users'.
+    """Return why what another host has under a path may be a stranger's on this one; "" if it is the same users'.
 
     A place on a node's own disk or memory that is this user's on one node may be anybody's on the next. What is looked
     up on the way is looked at, too: whoever owns a directory or a link there puts what he likes at its end.
@@ -165,7 +166,7 @@ def strange_here(path: str, owners_there: Collection[int]) -> str:
 
 
 def strange_value(path: str, owners_there: Collection[int]) -> str:
-    """The same of a path that a program is told of, and may make, read or keep things in, such as a cache.
+    """Return the same of a path that a program is told of, and may make, read or keep things in, such as a cache.
 
     A place in which all make names, such as /tmp, may be that on both hosts. One that is on neither may be made.
     """
@@ -406,7 +407,7 @@ def _is_private_group(gid: int, uid: int) -> bool:
 
 
 def members_by_first_group(passwd: str, gid: int) -> set[int]:
-    """The users whose primary group this is, by the host's list: the group's entry does not name them.
+    """Return the users whose primary group this is, by the host's list: the group's entry does not name them.
 
     A directory service is not asked for all of its users: at each start of a thousand ranks it would not bear that.
 

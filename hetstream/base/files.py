@@ -146,7 +146,7 @@ class Directory:
     # Who can change it
 
     def strangers(self) -> str:
-        """Why this directory is not this user's alone to write to; "" if it is."""
+        """Return why this directory is not this user's alone to write to; "" if it is."""
         status = os.fstat(self.descriptor)
         if status.st_uid != os.geteuid():
             return f"{self.path} belongs to user {status.st_uid}, this is user {os.geteuid()}"
@@ -167,12 +167,12 @@ class Directory:
     # Looking
 
     def names(self) -> list[str]:
-        """Names of all that is in it."""
+        """Return names of all that is in it."""
         return os.listdir(self.descriptor)
 
     @_telling_where
     def status(self, name: str) -> os.stat_result:
-        """What is known of a name, of a link as such.
+        """Return what is known of a name, of a link as such.
 
         Raises:
             FileNotFoundError: there is no such name.
@@ -180,7 +180,7 @@ class Directory:
         return os.stat(_plain(name), dir_fd=self.descriptor, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
-        """Whether something has this name, a link that leads nowhere included."""
+        """Return whether something has this name, a link that leads nowhere included."""
         try:
             self.status(name)
         except FileNotFoundError:
@@ -188,7 +188,7 @@ class Directory:
         return True
 
     def has_directory(self, name: str) -> bool:
-        """Whether a directory has this name; a link to one does not count."""
+        """Return whether a directory has this name; a link to one does not count."""
         try:
             return stat.S_ISDIR(self.status(name).st_mode)
         except FileNotFoundError:
@@ -196,7 +196,7 @@ class Directory:
 
     @_telling_where
     def read_link(self, name: str) -> str:
-        """Where a link points to.
+        """Return where a link points to.
 
         Raises:
             OSError: it is not there, or no link.
@@ -256,7 +256,7 @@ class Directory:
             raise
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """The content of a regular file.
+        """Return the content of a regular file.
 
         Raises:
             UntrustedFile: see `open_file`; or it is larger than `max_bytes`.
@@ -390,7 +390,7 @@ class Directory:
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes | None:
-    """The content of a regular file that links may lead to; None for something else, or a larger one.
+    """Return the content of a regular file that links may lead to; None for something else, or a larger one.
 
     It is opened without being read first: a pipe would be waited for, and a device do what it does when it is opened.
 
@@ -409,12 +409,12 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes | None:
 
 
 def temporary_name(name: str) -> str:
-    """A name that no other process uses, and that no reader takes for `name`."""
+    """Return a name that no other process uses, and that no reader takes for `name`."""
     return f".{name}.{os.uname().nodename}-{os.getpid()}{_TEMPORARY}"
 
 
 def is_temporary(name: str, of: str = "") -> bool:
-    """Whether `temporary_name` gives such names, for a file called `of` if that is given."""
+    """Return whether `temporary_name` gives such names, for a file called `of` if that is given."""
     return name.startswith(f".{of}." if of else ".") and name.endswith(_TEMPORARY)
 
 
@@ -474,7 +474,8 @@ def make_private(path: str | os.PathLike[str], *, own_parents: int = 0) -> None:
 
 
 def temporary_place(*, make: bool = True) -> Path:
-    """Where this user's temporary directories are made: nobody else can put another one in the place of one there.
+    """Return where this user's temporary directories are made: nobody else can put another one in the place of one
+    there.
 
     That is TMPDIR, or where Python makes them without it; if that is not safe, `/tmp`, `/var/tmp`, or the home
     directory's. Of programs and scripts there the user runs what he wrote.

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(extra: str = "", python: str = "") -> str:
-    """The command that installs this copy: from its checkout, its wheel or its repository, else by its version.
+    """Return the command that installs this copy: from its checkout, its wheel or its repository, else by its version.
 
     Args:
         extra: a group of optional packages, such as `metrics`.

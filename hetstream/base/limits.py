@@ -100,7 +100,7 @@ def _raise(*_: object) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take before something is taken from it or another one.
+    """Return memory that this process may still take before something is taken from it or another one.
 
     What the host has available (MemAvailable), within the limits of this process's control groups: a job's limit stands
     above the group of the process, so all groups up to the root count, of version 1 and of version 2. File cache that
@@ -211,7 +211,7 @@ class ConnectionLimit(Generic[T]):
             del self._taken[owner]
 
     def one_too_many(self) -> T | None:
-        """Who is to leave next, the oldest of the owner with the most; None while there is room for all."""
+        """Return who is to leave next, the oldest of the owner with the most; None while there is room for all."""
         most = max(self._taken.values(), key=len, default=None)
         if most is None or (len(self._owners) <= self._most and len(most) <= self._most_each):
             return None

@@ -44,12 +44,12 @@ def open_flags(*names: str) -> int:
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
-    """Those of the signals that the system has."""
+    """Return those of the signals that the system has."""
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
 def realtime_signal(before_last: int) -> int:
-    """A real-time signal by its distance from the last one; SIGTERM where there are none."""
+    """Return a real-time signal by its distance from the last one; SIGTERM where there are none."""
     last: int | None = getattr(signal, "SIGRTMAX", None)
     return signal.SIGTERM if last is None else last - before_last
 

@@ -104,7 +104,7 @@ OF_ANY_PROGRAM = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def one_of_several(names: tuple[str, ...], environ: Mapping[str, str]) -> str:
-    """Which of the variables says that this process is one of several, as in "WORLD_SIZE=2"; "" if none does."""
+    """Return which of the variables says that this process is one of several, as in "WORLD_SIZE=2"; "" if none does."""
     for name in names:
         size = environ.get(name, "")
         if size.isascii() and size.isdecimal() and int(size) > 1:
@@ -113,7 +113,7 @@ def one_of_several(names: tuple[str, ...], environ: Mapping[str, str]) -> str:
 
 
 def lone_horovod(size: int, environ: Mapping[str, str]) -> str:
-    """Why a Horovod of one rank cannot be meant; "" if it can.
+    """Return why a Horovod of one rank cannot be meant; "" if it can.
 
     Args:
         size: `hvd.size()`. Without MPI it is HOROVOD_SIZE, or 1 where nobody has set that: srun and mpirun do not
@@ -149,12 +149,12 @@ _SLURMSTEPD = "slurmstepd"
 
 
 def is_in_step() -> bool:
-    """Whether this process is part of a Slurm step."""
+    """Return whether this process is part of a Slurm step."""
     return "SLURM_STEP_ID" in os.environ
 
 
 def is_of_step(received: signal.struct_siginfo) -> bool:
-    """Whether Slurm has sent a signal, as it does to all of a step or of a job.
+    """Return whether Slurm has sent a signal, as it does to all of a step or of a job.
 
     That it warns or that it ends the job cannot be seen from the signal.
     """
@@ -226,7 +226,7 @@ _COMPONENT_ID = re.compile(r"SLURM_JOB_ID_HET_GROUP_\d+")
 
 
 def of_own_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what another, heterogeneous job has left in it of Slurm's variables."""
+    """Return an environment without what another, heterogeneous job has left in it of Slurm's variables."""
     components = _components(environ)
     if not components or environ.get("SLURM_JOB_ID", "") in {"", *components}:
         return dict(environ)
@@ -246,7 +246,7 @@ def with_job(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[s
 
 
 def other_job(name: str, environ: Mapping[str, str]) -> str:
-    """Why a variable is not for this job: whose it is, in words; "" if it is for this one, or nobody has said.
+    """Return why a variable is not for this job: whose it is, in words; "" if it is for this one, or nobody has said.
 
     A process that does not know its job, as in a container without Slurm's variables, takes what it finds.
     """
@@ -294,5 +294,5 @@ def forget() -> None:
 
 
 def told() -> TrainingProgress | None:
-    """What was said last; None if nobody knows."""
+    """Return what was said last; None if nobody knows."""
     return _told

@@ -31,7 +31,7 @@ Column = tuple[str, str, Callable[[Row], float | None]]
 def families(
     columns: Iterable[Column[Row]], labels: list[str], rows: Iterable[tuple[list[str], Row]]
 ) -> Iterator[Metric]:
-    """A metric for each column.
+    """Yield a metric for each column.
 
     Args:
         columns: of a table.
@@ -59,7 +59,7 @@ class ReadingCollector(Collector):
         self.reading = reading
 
     def text(self) -> str:
-        """The metrics in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry).decode()

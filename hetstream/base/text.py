@@ -9,7 +9,7 @@ from hetstream.base.posix import grp, pwd
 
 
 def printable(text: str) -> str:
-    """A text in which every character that is not printed is written as Python writes it: "\\x1b" for Escape."""
+    """Return a text in which every character that is not printed is written as Python writes it: "\\x1b" for Escape."""
     if text.isprintable():
         return text
     return "".join(
@@ -24,7 +24,9 @@ def shortened(text: str, most: int) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold it: names of files may have surrogates in the place of bytes that are none (PEP 383)."""
+    """Return whether UTF-8 can hold it: names of files may have surrogates in the place of bytes that are none (PEP
+    383).
+    """
     if text.isascii():
         return True
     try:
@@ -46,7 +48,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number where this host has no name for it."""
+    """Return the name of a user, or the number where this host has no name for it."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -54,7 +56,7 @@ def user_name(uid: int) -> str:
 
 
 def group_name(gid: int) -> str:
-    """The name of a group, or the number where this host has no name for it."""
+    """Return the name of a group, or the number where this host has no name for it."""
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -65,7 +67,7 @@ _LONGEST_S = 1e12  # more than timedelta takes has no meaning
 
 
 def size_words(num_bytes: float) -> str:
-    """A number of bytes in the unit that fits."""
+    """Return a number of bytes in the unit that fits."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -104,7 +104,8 @@ def connect_to(
 
 
 def stranger_at(path: Path, connection: socket.socket, services: Collection[int | None] = ()) -> int | None:
-    """The user at the other end of a connection, if he is none that the service may run as; None: he may be believed.
+    """Return the user at the other end of a connection, if he is none that the service may run as; None: he may be
+    believed.
 
     A service runs as root, as this user, as one that is named, or as the user to whom root has given the directory of
     its socket: in a directory that is his, below directories that are root's, nobody else can listen (systemd's

@@ -60,7 +60,7 @@ class Document:
 
 
 def plain_page(body: str, status: HTTPStatus = HTTPStatus.OK) -> Document:
-    """A few words in HTML."""
+    """Return a few words in HTML."""
     return Document(
         "text/html; charset=utf-8",
         '<!doctype html><html lang="en"><meta name="viewport" content="width=device-width"><meta name="color-scheme" '

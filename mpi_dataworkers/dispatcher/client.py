@@ -62,7 +62,7 @@ class StatusClient:
         self._endpoint = ZmqWorkerEndpoint(service, secrets.token_hex(16), _CONNECT_TIMEOUT_S)
 
     def fetch(self) -> Status:
-        """What goes on now.
+        """Return what goes on now.
 
         Raises:
             ServiceUnavailable: the dispatcher did not answer in time.
@@ -147,7 +147,7 @@ class StageLoad:
 
 
 def load_of(device: Device, status: Status) -> StageLoad:
-    """The stage whose data workers have this device.
+    """Return the stage whose data workers have this device.
 
     A data worker with a GPU also waits while the training loop does not: with a full buffer there is one lease at a
     time, and nothing of it was made ahead. So the stage before is missed no more than the last one is.
@@ -172,7 +172,7 @@ def load_of(device: Device, status: Status) -> StageLoad:
 
 
 def has_gpu_stage(status: Status) -> bool:
-    """Whether anything goes on at a stage on GPUs."""
+    """Return whether anything goes on at a stage on GPUs."""
     devices = {row.device for row in status.data_workers} | {row.device for row in status.loaders}
     return "gpu" in devices
 

@@ -40,11 +40,13 @@ class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=Tr
         raise NotImplementedError
 
     def render(self) -> str:
-        """The event on one line."""
+        """Return the event on one line."""
         return f"{self.subject} {self.happened}" + (f": {self.cause}" if self.cause else "")
 
     def as_json(self, time_s: float) -> bytes:
-        """A line of `events.jsonl`, without its end: time (s since 1970, UTC), event, subject, cause, other fields."""
+        """Return a line of `events.jsonl`, without its end: time (s since 1970, UTC), event, subject, cause, other
+        fields.
+        """
         fields: dict[str, Any] = msgspec.to_builtins(self)
         head = {"time": round(time_s, 3), "event": fields.pop("event"), "subject": self.subject}
         return msgspec.json.encode({**head, "cause": fields.pop("cause"), **fields})
@@ -217,7 +219,7 @@ class _OfLoader(Event, frozen=True, kw_only=True):
 
 
 def loader_fields(loader: RegisterLoader) -> dict[str, Any]:
-    """What an event about a loader says of it."""
+    """Return what an event about a loader says of it."""
     who = {"job": loader.job_name, "rank": loader.rank, "host": loader.host, "pid": loader.pid}
     return who | {"title": loader.title}
 
@@ -479,7 +481,7 @@ class EventLog:
 
 
 def older(path: Path) -> Path:
-    """The file that a full `events.jsonl` becomes."""
+    """Return the file that a full `events.jsonl` becomes."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -518,7 +520,7 @@ def follow_events(path: Path) -> Iterator[bytes]:
 
 
 def render_line(line: bytes) -> str:
-    """A line of the file in words; a line that is none, because the disk was full, as it is."""
+    """Return a line of the file in words; a line that is none, because the disk was full, as it is."""
     try:
         fields = typed_json.decode(line, _Line)
         event = msgspec.convert(msgspec.json.decode(line), ALL_EVENTS)

@@ -191,7 +191,7 @@ class LeaseLifecycle:
         return out + [Send(session.loader, StepsLost(session_id, first, stop)) for first, stop in ranges]
 
     def event_fields(self, lease: Lease, first_step: int) -> dict[str, Any]:
-        """What an event about a lease says of it, from `first_step` on."""
+        """Return what an event about a lease says of it, from `first_step` on."""
         worker = self._tables.workers.get(lease.worker)
         return {
             "lease": lease.token,
@@ -422,7 +422,7 @@ class Retries:
         return min(free, key=lambda peer: not tables.workers[peer].is_sound(pipeline_id), default=None)
 
     def note_made(self, peer: str, session: Session, steps: range, now: float) -> list[Instruction]:
-        """A data worker made these steps; who failed them before did so by its own fault."""
+        """Note that a data worker made these steps; who failed them before did so by its own fault."""
         pipeline_id, workers = session.spec.pipeline_id, self._tables.workers
         workers[peer].standing(pipeline_id).made_step()
         out: list[Instruction] = []

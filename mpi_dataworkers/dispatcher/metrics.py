@@ -72,7 +72,7 @@ class ServiceCollector(ReadingCollector):
     """Turns the newest `Status` into metrics."""
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the newest status; called by prometheus_client for each scrape."""
+        """Yield the metrics of the newest status; called by prometheus_client for each scrape."""
         status: Status = self.reading
         yield from families(_SERVICE, [], [([], status)])
         workers = [([str(row.number), row.host], row) for row in status.data_workers]

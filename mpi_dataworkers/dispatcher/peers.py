@@ -97,7 +97,7 @@ class Notices:
         self._tables = tables
 
     def tell_due(self, now: float) -> list[Instruction]:
-        """What the time has come to tell."""
+        """Return what the time has come to tell."""
         return self._tell_lonely(now) + self._tell_unfit(now)
 
     def tell_unshared(self, session: Session) -> list[Instruction]:
@@ -208,7 +208,7 @@ class LoaderMessages:
         }
 
     def register(self, peer: str, message: RegisterLoader, now: float) -> list[Instruction]:
-        """A loader introduces itself, or is back after a cut."""
+        """Note that a loader introduces itself, or is back after a cut."""
         tables = self._tables
         message = self._for_whom_it_feeds(message)
         out: list[Instruction] = []
@@ -372,7 +372,7 @@ class LoaderMessages:
         return self.drop(peer, "it was closed", orderly=True)
 
     def drop(self, peer: str, cause: str, orderly: bool = False) -> list[Instruction]:
-        """A loader is not there any more: its sessions end."""
+        """Note that a loader is not there any more: its sessions end."""
         tables = self._tables
         loader = tables.loaders.pop(peer)
         tables.rooms_changed = True
@@ -482,7 +482,7 @@ class WorkerMessages:
         }
 
     def register(self, peer: str, message: RegisterWorker, now: float) -> list[Instruction]:
-        """A data worker process offers itself, or is back after a cut or a restart of the dispatcher."""
+        """Note that a data worker process offers itself, or is back after a cut or a restart of the dispatcher."""
         tables = self._tables
         out: list[Instruction] = []
         if message.replaces in tables.workers:
@@ -660,7 +660,7 @@ class WorkerMessages:
     def lose(
         self, peer: str, now: float, reason: str, orderly: bool = False, at: set[tuple[str, int]] | None = None
     ) -> list[Instruction]:
-        """A data worker is not there any more: what it held is leased again.
+        """Note that a data worker is not there any more: what it held is leased again.
 
         After an orderly end, what it said it sent is on its way and waited for as from a worker that is there. `at` are
         session and step that it was at when it ended; None where nobody knows.

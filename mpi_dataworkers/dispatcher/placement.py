@@ -46,7 +46,9 @@ class WorkerPlacement:
         }
 
     def is_fit(self, peer: str, session: Session, now: float) -> bool:
-        """Whether nothing is known against a data worker: it is not paused, and few of its failures are unexplained."""
+        """Return whether nothing is known against a data worker: it is not paused, and few of its failures are
+        unexplained.
+        """
         standing = self._tables.workers[peer].standings.get(session.spec.pipeline_id)
         if standing is None or standing.is_sound:
             return True
@@ -54,7 +56,9 @@ class WorkerPlacement:
         return now >= standing.paused_until and unexplained < _MAX_UNEXPLAINED
 
     def may_try(self, peer: str, session: Session, now: float) -> bool:
-        """Whether a data worker is to be given steps of the session: where none is fit, who is there has to try."""
+        """Return whether a data worker is to be given steps of the session: where none is fit, who is there has
+        to try.
+        """
         if not self.can_make(self._tables.workers[peer], session, now):
             return False
         return self.is_fit(peer, session, now) or not any(
@@ -62,24 +66,24 @@ class WorkerPlacement:
         )
 
     def not_known_to_fail(self, able: dict[str, str], pipeline_id: str) -> dict[str, str]:
-        """Those of the data workers that use the pipeline, or on whose hosts none has said that it cannot."""
+        """Return those of the data workers that use the pipeline, or on whose hosts none has said that it cannot."""
         standings = {peer: self._tables.workers[peer].standings.get(pipeline_id) for peer in able}
         failed = {able[peer] for peer, its in standings.items() if its is not None and its.cannot_load}
         sound = {peer for peer, its in standings.items() if its is not None and its.is_sound}
         return {peer: host for peer, host in able.items() if peer in sound or host not in failed}
 
     def can_make(self, worker: WorkerRecord, session: Session, now: float) -> bool:
-        """Whether a data worker reaches the session's loader, and may run its program."""
+        """Return whether a data worker reaches the session's loader, and may run its program."""
         reaches = worker.unreachable.get(session.loader, 0.0) <= now
         return reaches and self.pipeline_for(worker, session) is not None
 
     def works_for(self, worker: WorkerRecord, session: Session) -> bool:
-        """Whether a data worker has had leases of this pipeline and trainer, so that no more need be asked."""
+        """Return whether a data worker has had leases of this pipeline and trainer, so that no more need be asked."""
         binding = worker.binding
         return binding is not None and (session.spec.pipeline_id, self._tables.trainer_of(session)) in binding.granted
 
     def pipeline_for(self, worker: WorkerRecord, session: Session) -> str | None:
-        """The pipeline from which a data worker process would make the session's steps; None if it must not.
+        """Return the pipeline from which a data worker process would make the session's steps; None if it must not.
 
         Where jobs share a stream under a name of their choice, they promise that their pipelines agree.
         """
@@ -95,8 +99,8 @@ class WorkerPlacement:
         return agreed if agreed in self._tables.pipelines else None
 
     def fits(self, worker: WorkerRecord, pipeline_id: str, loader: str) -> bool:
-        """Whether a process may run a pipeline of a loader: it works for this program now, or is fresh and no other
-        process of its slot works for it.
+        """Return whether a process may run a pipeline of a loader: it works for this program now, or is fresh and no
+        other process of its slot works for it.
 
         A program that runs again gets fresh processes: the last run may have left something behind. The ranks of one
         run are there at the same time.
@@ -121,7 +125,7 @@ class WorkerPlacement:
         return any(other.registration.trainer in trainers for other in tables.loaders.values())
 
     def suits(self, worker: WorkerRecord, loader: str) -> bool:
-        """Whether a data worker has what a loader's stage needs, and a Python as good as that of its program."""
+        """Return whether a data worker has what a loader's stage needs, and a Python as good as that of its program."""
         registration = self._tables.loaders[loader].registration
         return worker.device == registration.device and not why_unfit(worker.interpreter, registration.interpreter)
 
@@ -158,7 +162,7 @@ class Reachability:
         self._placement = placement
 
     def mark_unreachable(self, lease: Lease, now: float, reason: str) -> list[Instruction]:
-        """A data worker could not deliver a lease to its loader: it gets none of that loader's for a while."""
+        """Note that a data worker could not deliver a lease to its loader: no other for a while."""
         tables = self._tables
         session = tables.sessions.get(lease.session_id)
         if session is None or lease.worker not in tables.workers:
@@ -329,7 +333,8 @@ class ProcessSlots:
         return out + self.has_ended()
 
     def has_ended(self, peer: str = "", slot: str = "") -> list[Instruction]:
-        """A process is gone, or those of a slot that had left are: tell loaders that waited for the last of them.
+        """Note that a process is gone, or those of a slot that had left are: tell loaders that waited for the last of
+        them.
 
         One that leaves says so before it ends; that it has ended the next process of its slot shows.
         """

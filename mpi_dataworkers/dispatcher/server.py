@@ -212,7 +212,7 @@ class Journal:
         reach("dispatcher.after_commit")
 
     def fact(self, name: str, default: str = "") -> str:
-        """A remembered text, or `default`."""
+        """Return a remembered text, or `default`."""
         row = self._database.execute("select value from facts where name = ?", (name,)).fetchone()
         return str(row[0]) if row else default
 
@@ -248,7 +248,7 @@ class Journal:
         self._database.execute("insert or replace into loaders values (?, ?, ?, ?, ?, ?, ?)", values)
 
     def loaders(self) -> list[dict[str, str | int | float]]:
-        """What every loader has delivered, one flat row each."""
+        """Return what every loader has delivered, one flat row each."""
         rows = self._database.execute("select * from loaders order by job_name, ordinal, rank, pid")
         return [
             {"job_name": name, "title": title, "ordinal": ordinal, "rank": rank, "pid": pid, "host": host}

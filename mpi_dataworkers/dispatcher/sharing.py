@@ -40,12 +40,12 @@ def key_of(loader: RegisterLoader) -> Hashable:
 
 
 def is_same_process(first: RegisterLoader, second: RegisterLoader) -> bool:
-    """Whether one process made both loaders."""
+    """Return whether one process made both loaders."""
     return (first.host, first.pid) == (second.host, second.pid)
 
 
 def cannot_be_one_job(ours: RegisterLoader, theirs: RegisterLoader, loaders: Collection[RegisterLoader]) -> bool:
-    """Whether two loaders of one job name prove that their programs do not read the same data.
+    """Return whether two loaders of one job name prove that their programs do not read the same data.
 
     Args:
         ours, theirs: the loaders.
@@ -101,7 +101,7 @@ class RanksSeen:
             del self._ranks[description]
 
     def missing(self, loader: RegisterLoader) -> list[int]:
-        """The ranks with which a loader divides its data, and that never had it."""
+        """Return the ranks with which a loader divides its data, and that never had it."""
         if not loader.divides:
             return []
         return sorted(set(range(loader.world_size)) - self._ranks.get(description_of(loader), set()))
@@ -223,12 +223,12 @@ class ShareGroup:
         self._leased = apart
 
     def was_leased(self, position: int) -> bool:
-        """Whether this position was given to a worker before."""
+        """Return whether this position was given to a worker before."""
         at = bisect.bisect_right(self._leased, (position, 1 << 62)) - 1
         return at >= 0 and position < self._leased[at][1]
 
     def holder(self, position: int) -> str | None:
-        """The worker that has, or soon will have, this position in its cache."""
+        """Return the worker that has, or soon will have, this position in its cache."""
         return self._holders.get(position)
 
     def drop(self, worker: str, ranges: Ranges) -> None:
@@ -244,11 +244,13 @@ class ShareGroup:
             del self._holders[position]
 
     def enter(self, position: int) -> int:
-        """Where a new reader in window mode begins that would begin at `position`: not ahead of everybody."""
+        """Return where a new reader in window mode begins that would begin at `position`: not ahead of everybody."""
         return position if self.head is None else min(position, self.head)
 
     def follow(self, position: int) -> int:
-        """Where a reader in window mode goes on that would read `position` next: past what has left the caches."""
+        """Return where a reader in window mode goes on that would read `position` next: past what has left the
+        caches.
+        """
         if self.head is None or position >= self.head or position in self._holders:
             return position
         return min((held for held in self._holders if held > position), default=self.head)
@@ -261,7 +263,7 @@ class ShareGroups:
         self._groups: dict[str, ShareGroup] = {}
 
     def join(self, key: str, session_id: str) -> ShareGroup:
-        """A session begins to read the stream."""
+        """Note that a session begins to read the stream. Return who reads it together."""
         group = self._groups.setdefault(key, ShareGroup())
         group.members.add(session_id)
         return group
@@ -275,7 +277,7 @@ class ShareGroups:
                 del self._groups[key]
 
     def get(self, key: str) -> ShareGroup | None:
-        """The stream, while somebody reads it."""
+        """Return the stream, while somebody reads it."""
         return self._groups.get(key)
 
     def drop(self, worker: str, dropped: Mapping[str, Ranges]) -> None:
@@ -309,7 +311,7 @@ class SharedStreams:
         self.groups = ShareGroups()
 
     def group_of(self, session: Session) -> ShareGroup | None:
-        """The stream that a session shares; None if it shares none."""
+        """Return the stream that a session shares; None if it shares none."""
         sharing = session.spec.sharing
         return self.groups.get(sharing.key) if sharing is not None else None
 

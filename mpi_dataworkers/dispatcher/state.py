@@ -245,7 +245,9 @@ class DispatcherState:
         return handler(peer, message, now) + self._hand_out(now)
 
     def peer_gone(self, peer: str, now: float) -> list[Instruction]:
-        """A peer's connection closed. If only the network blinked, the peer registers again and says what it has."""
+        """Note that a peer's connection closed. If only the network blinked, the peer registers again and says what it
+        has.
+        """
         out: list[Instruction] = []
         if peer in self.tables.workers:
             silent_s = now - self.tables.workers[peer].last_seen
@@ -265,11 +267,11 @@ class DispatcherState:
         return out + self._reachability.announce(now) + self._hand_out(now)
 
     def next_deadline(self) -> float:
-        """Seconds after which `tick` should be called at the latest."""
+        """Return seconds after which `tick` should be called at the latest."""
         return HEARTBEAT_S / 2
 
     def status(self, now: float) -> Status:
-        """What goes on."""
+        """Return what goes on."""
         return status_of(self.tables, now)
 
     def drain(self, peer: str, now: float) -> list[Instruction]:

@@ -82,7 +82,7 @@ class WorkerBackoff:
         return self._pause(now) if is_final else 0.0
 
     def made_by_another(self, now: float) -> float:
-        """Another one made what it failed; returns as `failed_step`."""
+        """Note that another one made what it failed. Returns as `failed_step`."""
         self.blamed += 1
         return self._pause(now) if self.blamed >= _FAILURES_IN_A_ROW else 0.0
 
@@ -220,14 +220,14 @@ class WorkerRecord:
     device: Device = "cpu"
 
     def standing(self, pipeline_id: str) -> WorkerBackoff:
-        """How it does with a pipeline."""
+        """Return how it does with a pipeline."""
         standing = self.standings.get(pipeline_id)
         if standing is None:
             standing = self.standings[pipeline_id] = WorkerBackoff()
         return standing
 
     def is_sound(self, pipeline_id: str) -> bool:
-        """Whether it has made a step of the pipeline since it last failed one."""
+        """Return whether it has made a step of the pipeline since it last failed one."""
         return pipeline_id in self.standings and self.standings[pipeline_id].is_sound
 
     @property
@@ -364,7 +364,7 @@ class Session:
         return spec.pipeline_id, spec.epoch, spec.seed, msgspec.structs.replace(order, rank=0)
 
     def shift(self, step: int) -> int:
-        """How far the step's place in the shared stream is from the session's own numbering."""
+        """Return how far the step's place in the shared stream is from the session's own numbering."""
         return self.shifts[bisect.bisect_right(self.shifts, step, key=lambda entry: entry[0]) - 1][1]
 
     def position(self, step: int) -> int:
@@ -373,19 +373,19 @@ class Session:
         return self.spec.epoch * self.spec.sharing.num_steps + step + self.shift(step)
 
     def times_lost(self, step: int) -> int:
-        """How often a step was lost with its data worker, and nobody said why."""
+        """Return how often a step was lost with its data worker, and nobody said why."""
         return len(self.losses.get(step, ()))
 
     def next_step(self) -> int:
-        """The step to lease next, if one is leasable."""
+        """Return the step to lease next, if one is leasable."""
         return self.requeued[0] if self.requeued else self.frontier
 
     def has(self, step: int) -> bool:
-        """Whether the loader has this step, or does without it."""
+        """Return whether the loader has this step, or does without it."""
         return self.has_all(step, step + 1)
 
     def has_all(self, first: int, stop: int) -> bool:
-        """Whether the loader has all steps of [first, stop), or does without them."""
+        """Return whether the loader has all steps of [first, stop), or does without them."""
         first = max(first, self.consumed)
         if self.num_steps >= 0:
             stop = min(stop, self.num_steps)
@@ -399,7 +399,7 @@ class Session:
         return all(step in self.lost or (stop - first > 1 and self.has(step)) for step in range(first, stop))
 
     def missing(self, steps: Iterable[int]) -> list[int]:
-        """Those of the steps that the loader does not have."""
+        """Return those of the steps that the loader does not have."""
         return [step for step in steps if not self.has(step)]
 
     def keep_snapshot(self, step: int, snapshot: bytes) -> None:
@@ -410,7 +410,7 @@ class Session:
             del self.snapshots[min(self.snapshots)]
 
     def snapshot_at(self, step: int) -> bytes:
-        """The newest snapshot at or before a step."""
+        """Return the newest snapshot at or before a step."""
         return self.snapshots[max(before)] if (before := [at for at in self.snapshots if at <= step]) else b""
 
     def end_at(self, num_steps: int) -> None:
@@ -420,12 +420,12 @@ class Session:
         self.retries = set(self.missing(self.retries))
 
     def leasable(self) -> int:
-        """How many steps may be leased now."""
+        """Return how many steps may be leased now."""
         limit = min(self.consumed + self.window, self.known_steps)
         return len(self.requeued) + max(0, limit - self.frontier)
 
     def fill(self) -> float:
-        """How full the loader's window is with steps that are there or on their way, 0 to 1."""
+        """Return how full the loader's window is with steps that are there or on their way, 0 to 1."""
         return 1 - self.leasable() / max(1, self.window)
 
 
@@ -629,12 +629,12 @@ class Tables:
             session.sent.discard(lease.token)
 
     def program_of(self, pipeline_id: str) -> Program:
-        """The program that a pipeline comes from; one without a directory while the pipeline is not here."""
+        """Return the program that a pipeline comes from; one without a directory while the pipeline is not here."""
         pipeline = self.pipelines.get(pipeline_id)
         return pipeline.program if pipeline is not None else _NO_PROGRAM
 
     def trainer_of(self, session: Session) -> str:
-        """The process that reads a session, as in `RegisterLoader`."""
+        """Return the process that reads a session, as in `RegisterLoader`."""
         return self.loaders[session.loader].registration.trainer
 
     def validate(self) -> None:

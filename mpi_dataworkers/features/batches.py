@@ -64,7 +64,7 @@ class JaggedBatch(NamedTuple):
     lengths: torch.Tensor
 
     def of(self, key: str) -> Jagged:
-        """One of the features, without a copy.
+        """Return one of the features, without a copy.
 
         Raises:
             KeyError: there is none of that key.
@@ -77,7 +77,7 @@ class JaggedBatch(NamedTuple):
         return Jagged(self.values[before : before + int(lengths.sum())], lengths)
 
     def to_torchrec(self) -> Any:
-        """The same as torchrec's KeyedJaggedTensor, over the same memory.
+        """Return the same as torchrec's KeyedJaggedTensor, over the same memory.
 
         Raises:
             FeatureError: torchrec is not installed.
@@ -95,7 +95,8 @@ Feature = torch.Tensor | Nullable | Jagged
 
 
 def collate_rows(rows: Sequence[Row]) -> dict[str, Feature]:
-    """The columns of some rows: a tensor each, `Nullable` where the type ends in `?`, `Jagged` where it is a list.
+    """Return the columns of some rows: a tensor each, `Nullable` where the type ends in `?`, `Jagged` where it is a
+    list.
 
     It costs a call for each column and group of rows, whatever the number of rows.
 
@@ -229,7 +230,7 @@ class Columns:
         return Values(self.values[name], self.lengths.get(name), self.valid.get(name))
 
     def items(self) -> Iterator[tuple[str, Values]]:
-        """Each feature with its name."""
+        """Yield each feature with its name."""
         return ((name, self[name]) for name in self.values)
 
     def add(self, others: Columns) -> None:
@@ -244,7 +245,7 @@ AreLists = Callable[[Sequence[torch.Tensor], Sequence[int]], bool]
 
 
 def are_lists(lengths: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
-    """Whether no length is negative, and the sum of each feature's lengths is its number of values."""
+    """Return whether no length is negative, and the sum of each feature's lengths is its number of values."""
     together = torch.stack(list(lengths))
     if together.numel() == 0:
         return not any(sizes)
@@ -317,7 +318,7 @@ _IN_HOST_MEMORY = (True, torch.strided, False)
 
 
 def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, Columns]:
-    """The inputs of a graph out of a batch, and its number of rows.
+    """Return the inputs of a graph out of a batch, and its number of rows.
 
     Raises:
         FeatureError: The batch does not fit; the message names each feature.
@@ -480,7 +481,8 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def missing_columns(inputs: Sequence[Input], columns: str) -> list[str]:
-    """What a graph needs and batches with these columns do not have, in words; [] where nothing is known of them.
+    """Return what a graph needs and batches with these columns do not have, in words; [] where nothing is known of
+    them.
 
     Args:
         inputs: of the graph.

@@ -96,12 +96,15 @@ class Feature:
         return replace(self, operators=(*self.operators, operator), lines=(*self.lines, line))
 
     def named(self, key: str) -> Feature:
-        """The same with another key than its input's, for a JaggedBatch in which two chains of one input stand."""
+        """Return the same with another key than its input's, for a JaggedBatch in which two chains of one input
+        stand.
+        """
         return replace(self, key=key)
 
 
 def dense(name: str, dtype: str = "float32", *, width: int = 1, is_nullable: bool = False) -> Feature:
-    """A feature with `width` values in each row: a tensor of shape (rows,), or (rows, width) where that is not 1.
+    """Return a feature with `width` values in each row: a tensor of shape (rows,), or (rows, width) where that is not
+    1.
 
     Args:
         name: Its key in the batch.
@@ -113,7 +116,7 @@ def dense(name: str, dtype: str = "float32", *, width: int = 1, is_nullable: boo
 
 
 def jagged(name: str, dtype: str = "int64") -> Feature:
-    """A feature with a list of its own length in each row, `Jagged` in the batch.
+    """Return a feature with a list of its own length in each row, `Jagged` in the batch.
 
     Args:
         name: Its key in the batch.
@@ -151,7 +154,7 @@ class FeatureGraph:
 
     @classmethod
     def of(cls, outputs: Mapping[str, Feature | Sequence[Feature]]) -> FeatureGraph:
-        """The graph of some chains. What several chains begin with alike is computed once.
+        """Return the graph of some chains. What several chains begin with alike is computed once.
 
         Args:
             outputs: A chain, or a list of chains that are put together as `Output` says, by the key in the batch.
@@ -417,7 +420,7 @@ class _Graph(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def to_json(graph: FeatureGraph) -> str:
-    """The JSON text of a graph; `from_json` makes an equal graph of it.
+    """Return the JSON text of a graph; `from_json` makes an equal graph of it.
 
     Raises:
         FeatureError: It is no graph.
@@ -489,7 +492,7 @@ class Chain:
 
 
 def groups_of(graph: FeatureGraph, kept: Iterable[str] = ()) -> list[list[Chain]]:
-    """The chains of a graph by what can run together; each group comes after those whose results it needs.
+    """Return the chains of a graph by what can run together; each group comes after those whose results it needs.
 
     Args:
         graph: the graph.

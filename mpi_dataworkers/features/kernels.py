@@ -79,7 +79,9 @@ def _bucketize(operator: ops.Bucketize, given: FeatureType) -> OfValues:
 
 
 def borders_without_repeats(borders: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The first of two equal borders becomes the number before it: an equal value is then above one of the two."""
+    """Let the first of two equal borders become the number before it: an equal value is then above one of
+    the two.
+    """
     is_first = np.append(borders[1:] == borders[:-1], False)
     return np.where(is_first, np.nextafter(borders, borders.dtype.type(-np.inf)), borders)
 
@@ -236,7 +238,7 @@ class TorchGroup:
         ]
 
     def run(self, features: Columns, num_rows: int) -> Columns:  # noqa: ARG002, native code asks for it
-        """The features that the chains make, each in memory of its own."""
+        """Return the features that the chains make, each in memory of its own."""
         made = Columns()
         for chain, functions in zip(self.chains, self._functions, strict=True):
             given = values = features.values[chain.source].contiguous()

@@ -40,7 +40,7 @@ class Group(ctypes.Structure):
 
 @functools.cache
 def library() -> Any | None:
-    """The functions of native.cpp; None, and a line in the log, where they cannot be compiled."""
+    """Return the functions of native.cpp; None, and a line in the log, where they cannot be compiled."""
     path = compiler()
     if path is None:
         _log.warning("features: no C++ compiler (g++, clang++) on this host: the graph runs with torch")
@@ -85,7 +85,7 @@ class NativeChoice:
 
 
 def is_exact(chains: Sequence[Chain]) -> bool:
-    """Whether native code gives torch's bits for chains of one group."""
+    """Return whether native code gives torch's bits for chains of one group."""
     return not any(isinstance(step.operator, _INEXACT) for step in chains[0].steps)
 
 
@@ -172,7 +172,7 @@ class NativeGroup:
         self._addresses = [table.ctypes.data for table in self._steps_and_numbers]
 
     def run(self, features: Columns, num_rows: int) -> Columns:
-        """The features that the chains make."""
+        """Return the features that the chains make."""
         values = [*map(features.values.__getitem__, self._sources)]
         count = len(values)
         if not all(map(torch.Tensor.is_contiguous, values)):

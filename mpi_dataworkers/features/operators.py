@@ -75,11 +75,11 @@ class Operator:
         return type(self).__name__
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with its parameters, whatever the feature."""
+        """Yield what is wrong with its parameters, whatever the feature."""
         yield from ()
 
     def refusal(self, given: FeatureType) -> str:
-        """Why it does not take such a feature; "" if it does."""
+        """Return why it does not take such a feature; "" if it does."""
         if given.is_nullable:
             return "values may be missing: put FillNull before it"
         if given.dtype not in self.takes:
@@ -89,7 +89,7 @@ class Operator:
         return ""
 
     def result(self, given: FeatureType) -> FeatureType:
-        """The type of what it makes of a feature that it takes."""
+        """Return the type of what it makes of a feature that it takes."""
         return given
 
 
@@ -408,7 +408,7 @@ def _is_finite(number: float | int) -> bool:
 
 
 def fits(value: float | int, dtype: str) -> bool:
-    """Whether a number is one of a dtype: integers within its range, finite floating-point numbers."""
+    """Return whether a number is one of a dtype: integers within its range, finite floating-point numbers."""
     if dtype in RANGES:
         return isinstance(value, int) and RANGES[dtype][0] <= value <= RANGES[dtype][1]
     return abs(value) <= float(np.finfo(dtype).max)

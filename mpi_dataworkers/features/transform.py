@@ -124,7 +124,7 @@ class FeatureTransform:
             return self.of_columns(*self._read(batch))
 
     def of_columns(self, num_rows: int, features: Columns) -> dict[str, Any]:
-        """The outputs for inputs that a `Reader` has read; these get the features that are made of them."""
+        """Return the outputs for inputs that a `Reader` has read; these get the features that are made of them."""
         began = time.perf_counter()
         with torch.no_grad(), in_host_memory():
             # Until then there is nothing to decide, and finding the chains of many features takes longer than a batch.
@@ -260,5 +260,5 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_host_memory() -> AbstractContextManager[Any]:
-    """A program may have set another default device for new tensors; a data worker has not."""
+    """Return the program's default device for new tensors; a data worker has set none."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

@@ -123,7 +123,7 @@ def program_of(graph: FeatureGraph) -> Program:
 
 
 def is_matrix(output: Output, kinds: Sequence[FeatureType]) -> bool:
-    """Whether an output has dense features as its columns."""
+    """Return whether an output has dense features as its columns."""
     return bool(output.keys) and not any(kind.is_jagged for kind in kinds)
 
 
@@ -144,7 +144,7 @@ class _Tables:
         self._known: dict[tuple[ops.Operator, str], int] = {}
 
     def place(self, operator: ops.Operator, dtype: str, numbers: Words) -> int:
-        """Where an operator's table is, in words."""
+        """Return where an operator's table is, in words."""
         key = operator, dtype
         if key not in self._known:
             self._known[key] = self._size
@@ -219,7 +219,7 @@ MOST_SIZES = 8
 
 
 def padded(count: int) -> int:
-    """The next size: so many values have room in it, and at most an eighth (and 15) more."""
+    """Return the next size: so many values have room in it, and at most an eighth (and 15) more."""
     step = max(_LEAST_STEP, 1 << max(0, count.bit_length() - 1 - _STEPS_OF_A_DOUBLING))
     return -(-count // step) * step
 
@@ -330,7 +330,7 @@ class Packed(NamedTuple):
 
 
 def fingerprint_of(graph: FeatureGraph, launches: Sequence[Sequence[int]], tile: int, is_padded: bool = False) -> str:
-    """What two packers share if a batch of one is a batch of the other."""
+    """Return what two packers share if a batch of one is a batch of the other."""
     text = f"{graph.digest} {[list(chains) for chains in launches]} {tile}{' padded' * is_padded}"
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -502,7 +502,7 @@ class _Layout:
         return begin
 
     def words(self, pinned: bool) -> torch.Tensor:
-        """The arena, with everything in it."""
+        """Return the arena, with everything in it."""
         memory = torch.empty(_aligned(self._bytes) // _WORD_BYTES, dtype=torch.int64, pin_memory=pinned)
         before = np.concatenate([self._header, self.table.reshape(-1)])
         memory[: len(before)].copy_(torch.from_numpy(before))
@@ -515,7 +515,7 @@ class _Layout:
 def unpack(
     graph: FeatureGraph, packed: Packed, batch: torch.Tensor, made: torch.Tensor
 ) -> dict[str, torch.Tensor | Jagged | JaggedBatch]:
-    """The outputs of a graph, over the memory of the two arenas.
+    """Return the outputs of a graph, over the memory of the two arenas.
 
     Args:
         graph: the graph.
@@ -530,7 +530,9 @@ def unpack(
 
 
 def raw_of(graph: FeatureGraph, program: Program, packed: Packed) -> dict[str, torch.Tensor | Nullable | Jagged]:
-    """The batch that was packed, over the memory of its arena in host memory; inputs that nothing needs are zeros."""
+    """Return the batch that was packed, over the memory of its arena in host memory; inputs that nothing needs are
+    zeros.
+    """
     numbers = packed.words
     features_at = int(numbers[1])
     table = numbers[features_at : features_at + len(program.chains) * FEATURE_WORDS].view(-1, FEATURE_WORDS).tolist()

@@ -76,10 +76,10 @@ class Probing(Protocol):
     num_multiprocessors: int
 
     def step(self, probe: Probe | None) -> Sequence[LayerTime]:
-        """The layers' times in training steps with a probe, or with none."""
+        """Return the layers' times in training steps with a probe, or with none."""
 
     def alone_s(self, resource: Resource, num_programs: int, num_rounds: int) -> float:
-        """How long a probe takes with nothing beside it."""
+        """Return how long a probe takes with nothing beside it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ _STEADY_STEPS, _STEADY_GROWTH = 4, 0.02
 def capacities(
     device: Probing, rules: Rules | None = None, *, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Layer, ...]:
-    """The layers of a training step, with what each leaves of both resources.
+    """Return the layers of a training step, with what each leaves of both resources.
 
     Args:
         device: where it is measured.
@@ -159,7 +159,7 @@ def warm_up(device: Probing, rules: Rules, clock: Callable[[], float]) -> int:
 
 
 def round_s(device: Probing, resource: Resource, rules: Rules | None = None) -> float:
-    """What a round of one program takes of the whole GPU; `probes.py` says what such a round does.
+    """Return what a round of one program takes of the whole GPU; `probes.py` says what such a round does.
 
     Raises:
         FeatureError: a probe has no speed, or something is of another type.
@@ -358,7 +358,7 @@ class Clock(Protocol):
         """Between two marks; waits until both are over."""
 
     def is_over(self, mark: Any) -> bool:
-        """Whether `seconds` would not have to wait for it."""
+        """Return whether `seconds` would not have to wait for it."""
 
 
 class HostClock:

@@ -110,7 +110,7 @@ def came_back(shortage: Shortage, now: float) -> Shortage:
 
 
 def next_try(shortage: Shortage, now: float) -> Try:
-    """Whether the GPU is looked at now."""
+    """Return whether the GPU is looked at now."""
     if not shortage.is_short:
         return Try(False, "the GPU has memory")
     if shortage.num_in_a_row > MOST_IN_A_ROW:
@@ -294,12 +294,12 @@ Action = Prepare | Run | HandOver | Stop
 
 
 def batch_wanted(state: Interleaving) -> Interleaving:
-    """The loop asks for its next batch."""
+    """Note that the loop asks for its next batch."""
     return replace(state, is_wanted=True)
 
 
 def layer_begins(plan: LaunchPlan, state: Interleaving, layer: str) -> Interleaving:
-    """A layer of the batch that is trained begins; a second time in one step it changes nothing."""
+    """Note that a layer of the batch that is trained begins; a second time in one step it changes nothing."""
     if state.trained + 1 >= state.prepared:
         return state
     due = {at for at, launch in enumerate(plan.launches) if launch.layer == layer} - state.launched
@@ -307,7 +307,7 @@ def layer_begins(plan: LaunchPlan, state: Interleaving, layer: str) -> Interleav
 
 
 def next_action(plan: LaunchPlan, state: Interleaving) -> Action | None:
-    """What is to be done next; None where nothing is until the next event."""
+    """Return what is to be done next; None where nothing is until the next event."""
     batch = state.trained + 1
     if state.due:
         return Run(batch, min(state.due))
@@ -324,7 +324,9 @@ def next_action(plan: LaunchPlan, state: Interleaving) -> Action | None:
 
 
 def after(state: Interleaving, action: Action, there_was_one: bool = True) -> Interleaving:
-    """What is so when an action has been carried out; `there_was_one` says it of a batch that was to be taken."""
+    """Return what holds when an action has been carried out; `there_was_one` says it of a batch that was to be
+    taken.
+    """
     if isinstance(action, Prepare):
         return replace(state, prepared=action.batch + 1) if there_was_one else replace(state, end=action.batch)
     if isinstance(action, Run):
@@ -369,7 +371,7 @@ TakeMemory = Callable[[Streams, int, Packed], tuple[torch.Tensor, torch.Tensor]]
 
 
 def own_memory(streams: Streams, _: int, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory of a batch's own, so that a program may keep it."""
+    """Return memory of a batch's own, so that a program may keep it."""
     return streams.copy(packed.words), streams.empty(-(-packed.made_bytes // 8))
 
 
@@ -501,7 +503,7 @@ class CoRun:
         self._iteration = iteration
 
     def next_of(self, iteration: _Iteration) -> dict[str, Any]:
-        """The next batch of an iteration; called by that.
+        """Return the next batch of an iteration; called by that.
 
         Raises:
             StopIteration: there is none.
@@ -567,7 +569,7 @@ class CoRun:
         return self._state.trained
 
     def state_dict(self) -> Any:
-        """The loader's state behind the batch that the loop has; None of a loader that has none."""
+        """Return the loader's state behind the batch that the loop has; None of a loader that has none."""
         return self._loader_state
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ class FusedTransform:
 
 
 def triton_launch() -> Launch:
-    """What runs the kernel with Triton.
+    """Return what runs the kernel with Triton.
 
     Raises:
         FeatureError: it is not installed, or somebody else could change what it compiles and loads.
@@ -168,12 +168,12 @@ def try_launch(launch: Launch, constants: torch.Tensor, tile: int) -> None:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """How much memory a GPU has; None of what is none."""
+    """Return how much memory a GPU has; None of what is none."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def has_memory(device: torch.device, num_bytes: int) -> bool:
-    """Whether a device has this number of bytes: they are taken and given back."""
+    """Return whether a device has this number of bytes: they are taken and given back."""
     try:
         torch.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
@@ -188,7 +188,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """An output of a graph on another device."""
+    """Return an output of a graph on another device."""
     if isinstance(value, JaggedBatch):
         return JaggedBatch(value.keys, value.values.to(device), value.lengths.to(device))
     if isinstance(value, Jagged):

@@ -79,16 +79,16 @@ class CutCosts:
         self._known: dict[frozenset[str], CutCost] = {}
 
     def kept(self, num_moved: int) -> frozenset[str]:
-        """What the trainer keeps when the first `num_moved` operators have moved."""
+        """Return what the trainer keeps when the first `num_moved` operators have moved."""
         return frozenset(self.order[num_moved:])
 
     def cut(self, kept: frozenset[str]) -> CutGraph:
-        """The graph, cut so that the trainer has these operators."""
+        """Return the graph, cut so that the trainer has these operators."""
         order = self.graph.order
         return CutGraph(self.graph, tuple(step.name for step in order if step.name in kept and step.of not in kept))
 
     def of(self, kept: frozenset[str]) -> CutCost:
-        """What a cut costs."""
+        """Return what a cut costs."""
         if kept not in self._known:
             moved_s = sum(seconds for name, seconds in self._core_s.items() if name not in kept)
             handed = sum(self._sizes[name].num_bytes for name in _handed(self.cut(kept)))
@@ -97,7 +97,7 @@ class CutCosts:
         return self._known[kept]
 
     def exposed_s(self, kept: frozenset[str]) -> float:
-        """What the paper's schedule exposes, with both resources: `search` finds better ones, in more time."""
+        """Return what the paper's schedule exposes, with both resources: `search` finds better ones, in more time."""
         if not self._hides or not kept:
             return 0.0
         problem = self._of_trainer(kept)
@@ -119,12 +119,13 @@ class CutCosts:
 
 
 def trainers(cut: CutGraph) -> frozenset[str]:
-    """The operators of the trainer's part, by their names in the whole graph."""
+    """Return the operators of the trainer's part, by their names in the whole graph."""
     return behind(cut.graph, cut.first)
 
 
 def carried_over(cut: CutGraph, graph: FeatureGraph) -> CutGraph:
-    """Another graph, cut where this one is: the trainer keeps the operators that it has, and those that need them.
+    """Return another graph, cut where this one is: the trainer keeps the operators that it has, and those that need
+    them.
 
     What is new goes to data workers, until it is decided anew.
     """
@@ -346,7 +347,7 @@ class _Rates:
         return self.trainer * cost.trainer_s + cost.exposed_s
 
     def made_s(self, cost: CutCost) -> float:
-        """How often a batch comes, at the best."""
+        """Return how often a batch comes, at the best."""
         wire = self.seen.wire_bytes_per_s
         made_s = (self.loading_s + self.data_worker * cost.data_worker_s) / max(1, self.seen.num_data_workers)
         return made_s if wire is None else max(made_s, cost.handed_bytes / wire)
@@ -381,7 +382,7 @@ class Recutter:
         self._num_looks = 0  # in a row that said the same
 
     def with_graph(self, graph: FeatureGraph) -> Recutter:
-        """The same for another graph, whose cut is this one's until it is decided anew."""
+        """Return the same for another graph, whose cut is this one's until it is decided anew."""
         features = HybridFeatures(graph, self.features.gpu, self.features.layers)
         made = Recutter(features, carried_over(self.cut, graph))
         made._factors, made._loading_s = self._factors, self._loading_s

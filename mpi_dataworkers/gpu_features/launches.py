@@ -74,7 +74,7 @@ class LaunchPlan:
 
 
 def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPlan:
-    """All features in one launch when a layer begins: what a program has that knows nothing of its layers.
+    """Return all features in one launch when a layer begins: what a program has that knows nothing of its layers.
 
     Raises:
         FeatureError: graph or layer is something else, or num_programs no whole number of at least 1.
@@ -137,7 +137,9 @@ def plan_launches(
 def operations_of_features(
     graph: FeatureGraph, batches: Batches, device: Device, factor: float = 1.0
 ) -> tuple[Operation, ...]:
-    """What each feature takes of a device's memory traffic and arithmetic, in the order of the program's chains."""
+    """Return what each feature takes of a device's memory traffic and arithmetic, in the order of the program's
+    chains.
+    """
     return tuple(_operation(chain, batches, device, factor) for chain in program_of(graph).chains)
 
 
@@ -174,7 +176,7 @@ def _programs(problem: Problem, layer: Layer, chains: Sequence[int], num_multipr
 
 
 def without_layers(plan: LaunchPlan, known: Sequence[str]) -> LaunchPlan:
-    """The same plan where some layers' launches wait for the batch to be wanted, since no such layer begins.
+    """Return the same plan where some layers' launches wait for the batch to be wanted, since no such layer begins.
 
     Raises:
         FeatureError: not one layer of the plan is known.
@@ -281,7 +283,7 @@ class Exchange:
     received: float = 0.0
 
     def duration_s(self, cluster: GpuGroup) -> float:
-        """How long that takes."""
+        """Return how long that takes."""
         most = max(self.sent, self.received)
         return cluster.message_s + most / cluster.link_bytes_per_s if most else 0.0
 
@@ -355,7 +357,7 @@ class Model:
             self._check_gpus(f"feature {feature.name}: places", computing)
 
     def problem(self, mapping: Mapping, gpu: int) -> Problem:
-        """What a GPU has to schedule.
+        """Return what a GPU has to schedule.
 
         Raises:
             FeatureError: the mapping is none of this model, or there is no such GPU.
@@ -371,7 +373,7 @@ class Model:
         return Problem(tuple(found), self.cluster.layers, self.cluster.launch_s)
 
     def exchanges(self, mapping: Mapping) -> list[Exchange]:
-        """What each GPU sends and receives; of several that have computed a feature the first one sends it.
+        """Return what each GPU sends and receives; of several that have computed a feature the first one sends it.
 
         Raises:
             FeatureError: the mapping is none of this model.
@@ -411,7 +413,9 @@ class Model:
 
 
 def data_parallel(model: Model, *, in_step: bool = True) -> Mapping:
-    """Every GPU computes all features for its own rows, and sends each to its table; in the step, as TorchRec does.
+    """Return the mapping by which every GPU computes all features for its own rows and sends each to its table.
+
+    In the step, as TorchRec does.
 
     Raises:
         FeatureError: this is no `Model`.
@@ -421,7 +425,7 @@ def data_parallel(model: Model, *, in_step: bool = True) -> Mapping:
 
 
 def data_local(model: Model) -> Mapping:
-    """Every feature where its table is.
+    """Return the mapping that has every feature where its table is.
 
     Raises:
         FeatureError: this is no `Model`.
@@ -431,7 +435,8 @@ def data_local(model: Model) -> Mapping:
 
 
 def balanced(model: Model) -> Mapping:
-    """The data-local mapping, and moves while they help; also from mappings in which many features have moved at once.
+    """Return the data-local mapping, and moves while they help; also from mappings in which many features have moved at
+    once.
 
     Where launches are most of what a GPU has to do, one feature less saves none of them, and only many do. Where the
     exchange is hidden anyway, every GPU on its own rows may be the best. Of mappings that expose alike, the one is
@@ -518,11 +523,13 @@ class _Costs:
         return sum(operation.alone_s for operation in self._model.sparse[number].operations)
 
     def rank(self, places: Sequence[Places]) -> Rank:
-        """The smaller the better: the longest step, then the second longest, and so on; then who has the least room."""
+        """Return the smaller the better: the longest step, then the second longest, and so on; then who has the least
+        room.
+        """
         return _rank(self._of_all(places))
 
     def worst(self, places: Sequence[Places]) -> int:
-        """The GPU with the longest step; of several the one with the least room."""
+        """Return the GPU with the longest step; of several the one with the least room."""
         each = self._of_all(places)
         return max(range(len(each)), key=lambda gpu: (max(0.0, each[gpu][0]) + each[gpu][1], each[gpu][0]))
 
@@ -550,7 +557,8 @@ class _Costs:
 
 
 def estimate_s(problem: Problem) -> float:
-    """What a good schedule exposes, without one: operations fill the layers as water does, with `gather`'s launches.
+    """Return what a good schedule exposes, without one: operations fill the layers as water does, with `gather`'s
+    launches.
 
     Raises:
         FeatureError: this is no `Problem`.

@@ -96,7 +96,7 @@ class FeatureSize:
 
 
 def operations_of(graph: FeatureGraph, rows: int, list_length: float, device: Device) -> tuple[Operation, ...]:
-    """The operators of a graph, each after the one that it needs.
+    """Return the operators of a graph, each after the one that it needs.
 
     Args:
         graph: the graph.
@@ -133,7 +133,7 @@ def operations_of(graph: FeatureGraph, rows: int, list_length: float, device: De
 
 
 def length_after(operator: ops.Operator, length: float) -> float:
-    """Values in the list that an operator makes of a list; lengths may be averages."""
+    """Return values in the list that an operator makes of a list; lengths may be averages."""
     if isinstance(operator, ops.FirstX):
         return min(length, operator.n)
     if isinstance(operator, ops.Ngram):
@@ -143,7 +143,7 @@ def length_after(operator: ops.Operator, length: float) -> float:
 
 
 def sizes_of(graph: FeatureGraph, rows: int, list_length: float) -> dict[str, FeatureSize]:
-    """Each feature's size, by name; arguments as of `operations_of`."""
+    """Return each feature's size, by name; arguments as of `operations_of`."""
     lengths = {node.name: list_length for node in graph.inputs}
     for step in graph.order:
         lengths[step.name] = length_after(step.operator, lengths[step.of])

@@ -229,7 +229,7 @@ class Cost:
 
 
 def cost_of(problem: Problem, kernels: Sequence[Kernel]) -> Cost:
-    """What kernels cost, in whatever order.
+    """Return what kernels cost, in whatever order.
 
     Raises:
         FeatureError: this is no problem, or a kernel has a layer or an operation that the problem has not.
@@ -263,7 +263,7 @@ def least_exposed_s(problem: Problem) -> float:
 
 
 def filled_s(problem: Problem, num_launches: int) -> float:
-    """What is exposed if work and so many launches could be divided among the layers at will, as water is.
+    """Return what is exposed if work and so many launches could be divided among the layers at will, as water is.
 
     Below zero it is what still fits.
 
@@ -292,7 +292,7 @@ def longest_chains(operations: Sequence[Operation]) -> dict[str, int]:
 
 
 def problems_of(problem: Problem, kernels: Sequence[Kernel]) -> list[str]:
-    """What is wrong with a schedule whose kernels are launched in this order; nothing, if it can be carried out.
+    """Return what is wrong with a schedule whose kernels are launched in this order; nothing, if it can be carried out.
 
     Raises:
         FeatureError: this is no problem, or these are no kernels.
@@ -412,7 +412,7 @@ class OperationPlacement:
         return round(float(over[over > 0].sum()), 12), int(np.count_nonzero(self.counts))
 
     def snapshot(self) -> Snapshot:
-        """What `restore` takes."""
+        """Return what `restore` takes."""
         return Snapshot(self.step_of.copy(), self.counts.copy(), self.loads.copy())
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -458,7 +458,9 @@ class OperationPlacement:
         self._move(at, -1)
 
     def window(self, operations: Sequence[int]) -> tuple[int, int]:
-        """The first and the last step at which all of these could be, while those around them stay where they are."""
+        """Return the first and the last step at which all of these could be, while those around them stay where they
+        are.
+        """
         parents = self._parents[operations]
         low = int(np.where(parents >= 0, self.step_of[parents] + 1, 0).max())
         inner = np.isin(self._parents, operations)
@@ -508,7 +510,7 @@ class OperationPlacement:
         return found[::-1]
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """What is launched, in order."""
+        """Return what is launched, in order."""
         found: dict[tuple[int, int], list[int]] = {}
         for at, step in enumerate(self.step_of.tolist()):
             found.setdefault((step, int(self.kind_of[at])), []).append(at)
@@ -537,7 +539,8 @@ def _stretches(prices: Numbers) -> list[Numbers]:
 
 
 def cuts(prices: Numbers) -> list[tuple[int, int, int]]:
-    """The cheapest way to cut a path into stretches with ascending layers: layer, first, last; the last one first.
+    """Return the cheapest way to cut a path into stretches with ascending layers: layer, first, last; the last one
+    first.
 
     Args:
         prices: by layer, first and last operation of a stretch.
@@ -600,7 +603,9 @@ def trees_of(problem: Problem) -> list[list[Places]]:
 
 
 def steps_of_layers(problem: Problem, kernels: Sequence[Kernel]) -> tuple[list[int], list[int]]:
-    """The earliest step within its layer for each operation of a schedule, and how many steps each layer needs."""
+    """Return the earliest step within its layer for each operation of a schedule, and how many steps each layer
+    needs.
+    """
     step_of = [0] * len(problem.operations)
     layer_of = [-1] * len(problem.operations)
     needed = [1] * len(problem.layers)

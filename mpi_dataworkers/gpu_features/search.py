@@ -51,7 +51,8 @@ _Fused = tuple[str, tuple[int, ...]]
 
 
 def fuse(problem: Problem, seed: int = 0) -> list[_Fused]:
-    """The kernels of the paper's section 6.2, in order: the sum of the squares of their sizes is as large as it gets.
+    """Return the kernels of the paper's section 6.2, in order: the sum of the squares of their sizes is as large as it
+    gets.
 
     The paper gives this to a solver of integer programs. Here each feature in turn moves where it makes the sum
     largest, until none can; on the plans of this project that finds larger sums than HiGHS does in a minute.
@@ -251,7 +252,7 @@ class Found:
 def search(
     problem: Problem, *, seed: int = 0, limit_s: float = 20.0, clock: Callable[[], float] = time.monotonic
 ) -> Found:
-    """A schedule that exposes as little as can be found, and among those one with few kernels.
+    """Return a schedule that exposes as little as can be found, and among those one with few kernels.
 
     Args:
         problem: the problem.

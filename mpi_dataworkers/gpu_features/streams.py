@@ -40,13 +40,13 @@ class Streams(Protocol):
     num_multiprocessors: int
 
     def first(self) -> contextlib.AbstractContextManager[Any]:
-        """What the caller does within comes before preprocessing."""
+        """Return what the caller does within comes before preprocessing."""
 
     def follow(self) -> None:
         """Take the caller's current stream as the one of training."""
 
     def record(self, stream: Stream) -> Any:
-        """An event: what the stream has got to do up to here."""
+        """Return an event: what the stream has got to do up to here."""
 
     def wait(self, stream: Stream, event: Any) -> None:
         """What the stream gets from here on begins when the event is over. The host waits for nothing."""
@@ -59,7 +59,7 @@ class Streams(Protocol):
         """
 
     def empty(self, num_words: int) -> torch.Tensor:
-        """Memory for results, int64, which preprocessing writes first.
+        """Return memory for results, int64, which preprocessing writes first.
 
         Raises:
             torch.OutOfMemoryError: there is no room.
@@ -72,7 +72,7 @@ class Streams(Protocol):
         """Another stream than the one that took the memory reads it; it is given away when that is done."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What a function gives to the training stream, as a graph: a function that replays it, and its result.
+        """Return what a function gives to the training stream, as a graph: a function that replays it, and its result.
 
         The result is overwritten when this graph or another one of these streams is replayed.
         """

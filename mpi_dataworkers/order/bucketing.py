@@ -28,7 +28,7 @@ _BUCKET_SEED = 0x6275636B
 
 
 def boundary_problems(boundaries: Sequence[int]) -> list[str]:
-    """What is wrong with boundaries of buckets, if anything."""
+    """Return what is wrong with boundaries of buckets, if anything."""
     whole = all(isinstance(boundary, int | np.integer) and boundary > 0 for boundary in boundaries)
     if boundaries and whole and all(a < b for a, b in itertools.pairwise(boundaries)):
         return []
@@ -156,7 +156,7 @@ class BucketPlan:
         return int(self._full_rounds.sum()) + self._remainder_plan.num_steps
 
     def bucket(self, step: int) -> int | None:
-        """The bucket of a step, the same for all ranks; None for a step of remainders."""
+        """Return the bucket of a step, the same for all ranks; None for a step of remainders."""
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is outside {self.num_steps} steps")
         number = self._round(step)
@@ -205,7 +205,7 @@ class BucketPlan:
         return self.buckets.members[start + places]
 
     def cost(self, step: int) -> StepCost:
-        """What a step costs for the lengths of its samples, over all ranks."""
+        """Return what a step costs for the lengths of its samples, over all ranks."""
         batches = [self.buckets.lengths[self.indices(step, rank)] for rank in range(self.world_size)]
         longest = [int(lengths.max()) for lengths in batches]
         real = sum(int(lengths.sum()) for lengths in batches)
@@ -213,7 +213,7 @@ class BucketPlan:
 
 
 def order_of(plan: EpochPlan | BucketPlan, rank: int) -> PlannedOrder:
-    """A plan as a loader announces it: everything but the epoch and the buckets, which travel elsewhere."""
+    """Return a plan as a loader announces it: everything but the epoch and the buckets, which travel elsewhere."""
     part = (plan.shard, plan.num_shards) if isinstance(plan, EpochPlan) else (0, 1)
     return PlannedOrder(
         plan.num_samples,
@@ -231,7 +231,7 @@ def order_of(plan: EpochPlan | BucketPlan, rank: int) -> PlannedOrder:
 
 @functools.lru_cache(maxsize=16)
 def plan_of(order: PlannedOrder, epoch: int, buckets: LengthBuckets | None = None) -> EpochPlan | BucketPlan:
-    """The plan of one epoch of an order that a loader has announced; `buckets` are its pipeline's."""
+    """Return the plan of one epoch of an order that a loader has announced; `buckets` are its pipeline's."""
     if buckets is None:
         return _epoch_plan(order, epoch)
     return BucketPlan(
@@ -325,7 +325,7 @@ class StreamBuckets:
         return f"{','.join(map(str, self.boundaries))} of {name}"
 
     def bucket(self, element: Any) -> int:
-        """The element's bucket, from 0.
+        """Return the element's bucket, from 0.
 
         Raises:
             PipelineError: `length_of` gives no length.
@@ -377,7 +377,7 @@ class RoundFormer(Generic[T]):
         return self._divide(ready)
 
     def end(self) -> list[list[list[T]]]:
-        """The shard has no more elements.
+        """Note that the shard has no more elements.
 
         Returns:
             Its last rounds, as `add` gives them.

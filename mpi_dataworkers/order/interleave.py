@@ -54,7 +54,7 @@ class Interleave:
         self.slots[slot_index].step += steps
 
     def ended(self, slot_index: int) -> Slot | None:
-        """The shard in this slot has no more steps: what begins in its place, or None when the slot goes."""
+        """Return the shard in this slot has no more steps: what begins in its place, or None when the slot goes."""
         if self._left:
             begun = self.slots[slot_index] = Slot(take(self._left, 1)[0], 0)
             self.next_slot = (slot_index + 1) % len(self.slots)
@@ -81,7 +81,7 @@ class Interleave:
 
 
 def gather(states: Sequence[Any], num_shards: int) -> dict[str, Any]:
-    """The position of several ranks that share one deal, as one.
+    """Return the position of several ranks that share one deal, as one.
 
     Args:
         states: each rank's position, in order of rank; a rank that has nothing left has no slots.
@@ -106,7 +106,8 @@ def gather(states: Sequence[Any], num_shards: int) -> dict[str, Any]:
 
 
 def deal(state: Any, num_shards: int, rank: int, num_ranks: int, width: int) -> dict[str, Any]:
-    """One rank's position of a gathered one: the shards that are being read, in the order of their steps, then others.
+    """Return one rank's position of a gathered one: the shards that are being read, in the order of their steps, then
+    others.
 
     Args:
         state: of `gather`.
@@ -216,7 +217,7 @@ class Mixer:
         self._empty: set[int] = set()  # had nothing when it was started again
 
     def choose(self) -> int | None:
-        """The part of the next step, or None when the mixture has ended."""
+        """Return the part of the next step, or None when the mixture has ended."""
         if (self._stop == "first_exhausted" and self._exhausted) or len(self._exhausted) == len(self._weights):
             return None
         left_out = self._exhausted if self._stop == "all_exhausted" else self._empty
@@ -234,7 +235,7 @@ class Mixer:
         self._restarted.clear()
 
     def exhausted(self, part: int) -> bool:
-        """The chosen part had none: returns whether to start it again; the step is to be chosen again."""
+        """Return whether to start the chosen part, which had none, again; the step is to be chosen again."""
         self._exhausted.add(part)
         if part in self._restarted:
             self._empty.add(part)
@@ -263,7 +264,7 @@ class Mixer:
 
 
 def choices_of(lengths: Sequence[int], weights: Sequence[float], seed: int, stop: Stop) -> npt.NDArray[np.uint16]:
-    """What `Mixer` chooses in epoch 0 for parts of these lengths, all at once.
+    """Return what `Mixer` chooses in epoch 0 for parts of these lengths, all at once.
 
     Args:
         lengths: number of elements of each part.
@@ -309,7 +310,7 @@ def _choose(steps: Indices, weights: list[float], parts: list[int], seed: int) -
 
 
 def check_mixture(num_parts: int, weights: Sequence[float] | None, seed: int, stop: str) -> list[float]:
-    """The weights of a mixture, checked; all problems at once.
+    """Return the weights of a mixture, checked; all problems at once.
 
     Raises:
         ConfigError: naming each.

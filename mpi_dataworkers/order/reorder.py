@@ -47,7 +47,7 @@ class ReorderBuffer:
             self._revoked.popitem(last=False)
 
     def wants(self, step: int, token: int) -> bool:
-        """Whether a batch is still needed; counts it as dropped when not."""
+        """Return whether a batch is still needed; counts it as dropped when not."""
         wanted = not self.has(step) and step not in self._expected and token not in self._revoked
         self.num_dropped += not wanted
         return wanted
@@ -66,19 +66,19 @@ class ReorderBuffer:
         self._items[step] = item
 
     def has_next(self) -> bool:
-        """Whether a step that the training loop may take is there."""
+        """Return whether a step that the training loop may take is there."""
         return bool(self._items) and (not self._in_order or self.position in self._items)
 
     def has(self, step: int) -> bool:
-        """Whether a step was taken or waits here."""
+        """Return whether a step was taken or waits here."""
         return step < self.position or step in self._items or step in self._taken_out_of_order
 
     def is_revoked(self, token: int) -> bool:
-        """Whether a lease was revoked."""
+        """Return whether a lease was revoked."""
         return token in self._revoked
 
     def peek(self) -> Any | None:
-        """The next step, which stays; None while it is not there."""
+        """Return the next step, which stays; None while it is not there."""
         if self._in_order:
             return self._items.get(self.position)
         return self._items[self.next_step()] if self._items else None
@@ -104,7 +104,7 @@ class ReorderBuffer:
             self._taken_out_of_order.discard(self.position - 1)
 
     def item(self, step: int) -> Any | None:
-        """What waits for a step; None if it is not there."""
+        """Return what waits for a step; None if it is not there."""
         return self._items.get(step)
 
     def next_step(self) -> int:
@@ -112,25 +112,25 @@ class ReorderBuffer:
         return self.position if self._in_order else min(self._items)
 
     def taken_out_of_order(self) -> Ranges:
-        """Steps beyond the position that the training loop has taken."""
+        """Return steps beyond the position that the training loop has taken."""
         return as_ranges(sorted(self._taken_out_of_order))
 
     def __len__(self) -> int:
         return len(self._items)
 
     def num_ready(self) -> int:
-        """Steps that wait here and that the training loop can take without waiting for others."""
+        """Return steps that wait here and that the training loop can take without waiting for others."""
         step = self.position
         while step in self._items:
             step += 1
         return step - self.position
 
     def num_come(self) -> int:
-        """Steps that wait here or will be put in."""
+        """Return steps that wait here or will be put in."""
         return len(self._items) + len(self._expected)
 
     def received(self) -> Ranges:
-        """Steps beyond the position that have come or were taken, as ascending disjoint ranges [first, stop)."""
+        """Return steps beyond the position that have come or were taken, as ascending disjoint ranges [first, stop)."""
         come = [step for step in self._expected if step >= self.position and step not in self._items]
         return as_ranges(sorted([*self._items, *self._taken_out_of_order, *come]))
 

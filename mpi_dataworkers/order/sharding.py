@@ -254,7 +254,7 @@ class EpochPlan:
 
 
 def pack(value: dict[str, Any]) -> bytes:
-    """A snapshot as bytes.
+    """Return a snapshot as bytes.
 
     Raises:
         Exception: whatever pickling the user's objects raises.
@@ -270,7 +270,7 @@ def pack(value: dict[str, Any]) -> bytes:
 
 
 def is_text(packed: bytes) -> bool:
-    """Whether a snapshot is JSON: an object, and nothing before it, as `pack` writes it.
+    """Return whether a snapshot is JSON: an object, and nothing before it, as `pack` writes it.
 
     Of what is not, pickle may run anything. So whoever lets text in asks this, and whoever reads it asks this, too.
     """
@@ -278,6 +278,6 @@ def is_text(packed: bytes) -> bool:
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """The snapshot that `pack` was given."""
+    """Return the snapshot that `pack` was given."""
     value: dict[str, Any] = json.loads(packed) if is_text(packed) else pickle.loads(packed)
     return value

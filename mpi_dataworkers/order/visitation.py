@@ -104,7 +104,7 @@ class ShardingPlan:
     width: int
 
     def description(self) -> dict[str, str]:
-        """What programs of one job name, and a state and its loader, must agree on."""
+        """Return what programs of one job name, and a state and its loader, must agree on."""
         named = {"sharding": self.policy.name, "visitation": self.visitation}
         if self.cut is Cut.STEPS:
             return named  # nothing else, so that a state can go to another world size

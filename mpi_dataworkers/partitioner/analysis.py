@@ -127,7 +127,8 @@ def _first_reason(name: str, verdicts: dict[str, Movable]) -> str:
 
 
 def with_open_outputs(graph: ForwardGraph) -> ForwardGraph:
-    """A graph whose outputs may be changed in place: by the program, or by the rest of a forward of which it is a part.
+    """Return a graph whose outputs may be changed in place: by the program, or by the rest of a forward of which it is
+    a part.
 
     So an output that shares memory with another one, or with an input, stays: sent, it would have memory of its own.
     """
@@ -266,7 +267,7 @@ def describe(
     observed: Mapping[str, Observed] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> ForwardGraph:
-    """The operators of a forward.
+    """Return the operators of a forward.
 
     Args:
         captured: the forward.
@@ -289,7 +290,7 @@ def describe(
 
 
 def is_bounded(effect: Effects) -> bool:
-    """Whether an operator's last bits depend on the number of threads, from `program.GRAIN_SIZE` elements on."""
+    """Return whether an operator's last bits depend on the number of threads, from `program.GRAIN_SIZE` elements on."""
     if not any(dtype.is_floating_point or dtype.is_complex for dtype in effect.dtypes):
         return False
     return not {name.split("::")[-1].rstrip("_") for name in effect.operators} <= ALIKE_IN_PIECES
@@ -435,7 +436,7 @@ _SORTED_ARGUMENTS = {"bucketize": (1, "boundaries"), "searchsorted": (0, "sorted
 
 
 def falling_borders(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Where the borders of a search decrease, so that torch's result means nothing; "" where they do not."""
+    """Return where the borders of a search decrease, so that torch's result means nothing; "" where they do not."""
     place, name = _SORTED_ARGUMENTS.get(path.rsplit(".", 1)[-1], (0, ""))
     borders = args[place] if name and place < len(args) else kwargs.get(name)
     if not isinstance(borders, torch.Tensor) or kwargs.get("sorter") is not None:
@@ -492,7 +493,7 @@ def one_thread() -> Iterator[None]:
 
 
 def seconds_of(program: OperatorProgram, inputs: Sequence[Any]) -> float:
-    """What a program takes as a whole."""
+    """Return what a program takes as a whole."""
     best = float("inf")
     with _own_random_numbers(inputs), torch.no_grad():
         for _ in range(_NUM_RUNS):
@@ -505,7 +506,7 @@ def seconds_of(program: OperatorProgram, inputs: Sequence[Any]) -> float:
 
 
 def seconds_of_graph(graph: Graph, inputs: Sequence[Any]) -> float:
-    """What a graph takes as a whole, with copies of what it may change in place."""
+    """Return what a graph takes as a whole, with copies of what it may change in place."""
     with _own_random_numbers(inputs), torch.no_grad():
         best = float("inf")
         for _ in range(_NUM_RUNS):
@@ -568,7 +569,7 @@ class Analysis:
         return any(operator.random for operator in self.graph.operators)
 
     def decide(self, offload: Offload, rates: Rates, gain: float = 1.0) -> CutDecision:
-        """Where to cut.
+        """Return where to cut.
 
         Args:
             offload: what may move.
@@ -594,7 +595,7 @@ class Analysis:
         return f"no operator of the forward may move; the first is {where}: {self.verdicts[first.name].reason}"
 
     def cut(self, decision: CutDecision, num_leaves: int, generation: int) -> Split:
-        """The two sides.
+        """Return the two sides.
 
         Args:
             decision: which operators move.
@@ -654,7 +655,7 @@ def analysis_of(
     way: TraceMode,
     why_not_all: str,
 ) -> Analysis:
-    """What of a graph may move.
+    """Return what of a graph may move.
 
     Args:
         graph, given: as traced, and what it is given.
@@ -835,7 +836,7 @@ class Findings:
     why_not_all: str = ""
 
     def decide(self, num_data_workers: int, everything: bool) -> CutDecision:
-        """Where the forward would be cut.
+        """Return where the forward would be cut.
 
         Args:
             num_data_workers: processes that would make batches.

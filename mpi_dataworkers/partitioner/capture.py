@@ -241,11 +241,11 @@ class Tracer:
         )
 
     def change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """What torch.compile took for constant and is not as it was; "" where all is."""
+        """Return what torch.compile took for constant and is not as it was; "" where all is."""
         return next(filter(None, (graph.unseen.change(args, kwargs) for graph in self.graphs)), "")
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Graph, tuple[Any, ...]]:
-        """The graph of the forward for these arguments, and what it is given; nothing of it runs.
+        """Return the graph of the forward for these arguments, and what it is given; nothing of it runs.
 
         Raises:
             NotCaptured: there is none.
@@ -341,7 +341,7 @@ def _itself(value: torch.Tensor) -> torch.Tensor:
 def traced(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Graph, tuple[Any, ...], TraceMode]:
-    """The graph of a forward, or of its beginning; nothing of it runs.
+    """Return the graph of a forward, or of its beginning; nothing of it runs.
 
     Returns:
         It, what it is given, and in which way a `Tracer` gives it.
@@ -415,7 +415,7 @@ def _tracing(tensors: Sequence[torch.Tensor], into_calls: bool) -> Iterator[None
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of torch.compile in one line, with the place in the program."""
+    """Return an error of torch.compile in one line, with the place in the program."""
     text = str(error)
     places = [(file, int(line)) for file, line, _ in PLACE.findall(text)]
     places += [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
@@ -463,7 +463,7 @@ class CapturedForward:
 
 
 def read(graph: Graph, kinds: Mapping[int, Kind], constant: Kind) -> CapturedForward:
-    """The graph as plain values.
+    """Return the graph as plain values.
 
     Args:
         graph: as it was traced.
@@ -554,7 +554,7 @@ def _place(stack: str) -> tuple[str, int, str] | None:
 
 
 def on_both_sides(captured: CapturedForward) -> frozenset[str]:
-    """Numbers that follow from the sizes of what comes with the batch: each side finds them out itself."""
+    """Return numbers that follow from the sizes of what comes with the batch: each side finds them out itself."""
     known = {each.name for each in captured.inputs if each.kind is Kind.LEAF}
     found: set[str] = set()
     for call in captured.calls:
@@ -594,7 +594,7 @@ class Effects:
 
 
 def effects_of(graph: Graph) -> dict[str, Effects]:
-    """What each call of a graph does, by its name.
+    """Return what each call of a graph does, by its name.
 
     Raises:
         NotCaptured: it does not run with tensors that have no data.

@@ -51,7 +51,7 @@ class FlowNetwork:
             self._left.append(amount)
 
     def source_side(self, source: Hashable, sink: Hashable) -> set[Hashable]:
-        """The nodes on the source's side of the smallest minimum cut."""
+        """Return the nodes on the source's side of the smallest minimum cut."""
         start, end = self._number(source), self._number(sink)
         while (levels := self._levels(start))[end] >= 0:
             places = [0] * len(self._edges_of)
@@ -132,7 +132,7 @@ class CutAssessment:
 
 
 def judged(with_cut_s: list[float], without_s: list[float]) -> CutAssessment:
-    """Whether a cut pays, from a step's time in each block.
+    """Return whether a cut pays, from a step's time in each block.
 
     Args:
         with_cut_s: in the blocks with the cut, at least one.
@@ -292,7 +292,7 @@ class Cutter:
         self._returned = frozenset(graph.outputs)
 
     def decide(self, rates: Rates) -> CutDecision:
-        """The cut with the fastest step, and nothing where none is faster by 2 %."""
+        """Return the cut with the fastest step, and nothing where none is faster by 2 %."""
         nothing = self._decision(frozenset(), rates, "")
         if not self._candidates:
             return self._decision(frozenset(), rates, "no operator of the forward may move")
@@ -372,7 +372,7 @@ class Cutter:
         return self._decision(frozenset(moved), rates, reason)
 
     def nothing(self, rates: Rates, reason: str) -> CutDecision:
-        """The cut that moves nothing."""
+        """Return the cut that moves nothing."""
         return self._decision(frozenset(), rates, reason)
 
     def _cost(self, name: str) -> OperatorCost:

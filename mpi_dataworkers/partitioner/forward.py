@@ -182,7 +182,7 @@ class PartitionedForward:
         )
 
     def forms(self, generation: int) -> tuple[LeafForm, ...]:
-        """The leaves of the batch that a cut takes; none where it is used no more."""
+        """Return the leaves of the batch that a cut takes; none where it is used no more."""
         cuts = (cut for cut in (self.split, self._before) if cut is not None and cut.stage.generation == generation)
         return next((cut.stage.forms for cut in cuts), ())
 

@@ -26,7 +26,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The leaves alone."""
+    """Return the leaves alone."""
     return flatten(value)[0]
 
 
@@ -35,7 +35,7 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def same_bytes(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are of the same type, size and contents, each byte of them; NaN equals itself."""
+    """Return whether two tensors are of the same type, size and contents, each byte of them; NaN equals itself."""
     if value.dtype != other.dtype or value.shape != other.shape:
         return False
     if value.device != other.device:
@@ -82,11 +82,11 @@ class Delivery:
         self._versions = [value._version for value in values]
 
     def is_of(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether tensors are these leaves, byte for byte."""
+        """Return whether tensors are these leaves, byte for byte."""
         return all(same_bytes(tensor, self._leaves[number]) for number, tensor in zip(numbers, tensors, strict=True))
 
     def is_as_sent(self) -> bool:
-        """Whether the program has changed no value in place: it may be an output of an earlier call."""
+        """Return whether the program has changed no value in place: it may be an output of an earlier call."""
         return all(value._version == then for value, then in zip(self.values, self._versions, strict=True))
 
 
@@ -105,10 +105,10 @@ class Deliveries:
         self._last.clear()
 
     def any_for(self, generations: Sequence[int]) -> bool:
-        """Whether some batch has values of one of these cuts."""
+        """Return whether some batch has values of one of these cuts."""
         return any(delivery.generation in generations for delivery in self._last)
 
     def find(self, generation: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Delivery | None:
-        """The batch of which tensors are leaves."""
+        """Return the batch of which tensors are leaves."""
         found = (each for each in self._last if each.generation == generation and each.is_of(numbers, tensors))
         return next(found, None)

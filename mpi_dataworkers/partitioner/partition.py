@@ -75,7 +75,7 @@ _RATIO_THAT_COUNTS = 1.5
 def observed_rates(
     before: Rates, step_and_wait_s: tuple[float, float], num_data_workers: int, moved: Sequence[OperatorCost]
 ) -> Rates:
-    """Rates as they are now, as if nothing were moved.
+    """Return rates as they are now, as if nothing were moved.
 
     Args:
         before: those of the last decision.
@@ -95,7 +95,7 @@ def observed_rates(
 
 
 def is_other(rates: Rates, before: Rates) -> bool:
-    """Whether rates differ enough to decide again."""
+    """Return whether rates differ enough to decide again."""
     if rates.num_data_workers != before.num_data_workers:
         return True
     slower, faster = sorted((rates.wire_bytes_per_s, before.wire_bytes_per_s))
@@ -134,7 +134,7 @@ _COPIED_BYTES = 1 << 23
 
 
 def with_wire(rates: Rates, connection: LoaderConnection) -> Rates:
-    """Rates with that at which batches come to a loader, as far as it is known.
+    """Return rates with that at which batches come to a loader, as far as it is known.
 
     Batches that come through shared memory are copied once, by the data worker, and so come as fast as memory is.
     """

@@ -49,7 +49,7 @@ _KNOWN_MODULES = frozenset(("torch", "_operator", "operator", "builtins", "math"
 
 
 def place_of(function: Any) -> tuple[str, str] | None:
-    """Where other processes find a function; None where they do not."""
+    """Return where other processes find a function; None where they do not."""
     if isinstance(function, torch._ops.OpOverload):
         return ("torch.ops", str(function)) if function.namespace in ("aten", "prims") else None
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
@@ -84,7 +84,7 @@ def _find(module: str, path: str) -> Any:
 
 
 def called(call: Call) -> Callable[..., Any]:
-    """What a call calls."""
+    """Return what a call calls."""
     if call.function is not None:
         function: Callable[..., Any] = call.function
         return function
@@ -95,7 +95,7 @@ def called(call: Call) -> Callable[..., Any]:
 
 
 def replace_in(value: Any, change: Callable[[Any], Any]) -> Any:
-    """An argument with everything that is no container replaced by what `change` makes of it."""
+    """Return an argument with everything that is no container replaced by what `change` makes of it."""
     if isinstance(value, tuple | list):
         return type(value)(replace_in(item, change) for item in value)
     if isinstance(value, dict):
@@ -216,7 +216,7 @@ class _Writer:
 
 
 def references(value: Any) -> list[str]:
-    """Names of the values that arguments refer to."""
+    """Return names of the values that arguments refer to."""
     found: list[str] = []
 
     def note(item: Any) -> Any:
@@ -296,5 +296,5 @@ class ForwardGraph:
             raise ValueError(f"the forward returns {sorted(unknown)}, which no operator makes")
 
     def by_name(self) -> dict[str, Operator]:
-        """The operators by their names."""
+        """Return the operators by their names."""
         return {operator.name: operator for operator in self.operators}

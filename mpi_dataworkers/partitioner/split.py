@@ -42,7 +42,7 @@ class LeafForm:
     num_dimensions: int
 
     def fits(self, leaf: Any) -> bool:
-        """Whether it is."""
+        """Return whether it is."""
         return isinstance(leaf, torch.Tensor) and leaf.dtype == self.dtype and leaf.dim() == self.num_dimensions
 
 
@@ -77,7 +77,7 @@ class DataStage:
 
 
 def pack(values: Sequence[Any], generation: int) -> list[torch.Tensor]:
-    """Values of one step as tensors, with a header: the generation of the cut, and how each lay in memory."""
+    """Return values of one step as tensors, with a header: the generation of the cut, and how each lay in memory."""
     header = [generation]
     packed: list[torch.Tensor] = []
     for value in values:
@@ -91,7 +91,7 @@ def pack(values: Sequence[Any], generation: int) -> list[torch.Tensor]:
 
 
 def unpack(tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
-    """The generation and the values that `pack` was given, each value laid out in memory as it was."""
+    """Return the generation and the values that `pack` was given, each value laid out in memory as it was."""
     header = tensors[0].tolist()
     place = 1
     values: list[torch.Tensor] = []

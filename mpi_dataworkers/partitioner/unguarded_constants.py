@@ -36,7 +36,7 @@ Tables = dict[str, list[dict[str, Any]]]
 
 
 def catches(code: CodeType) -> str:
-    """Where a function of the program catches an exception; "" where it catches none."""
+    """Return where a function of the program catches an exception; "" where it catches none."""
     if NOT_THE_PROGRAM.search(code.co_filename):
         return ""
     names = _opnames(code)
@@ -98,7 +98,7 @@ def _may_be_true(code: CodeType) -> bool:
 
 
 def kinds_in(value: Any) -> Iterator[type]:
-    """A class, or those of a tuple of classes, as `isinstance` and `except` take them."""
+    """Yield a class, or those of a tuple of classes, as `isinstance` and `except` take them."""
     if isinstance(value, tuple):
         for item in value:
             yield from kinds_in(item)
@@ -107,7 +107,9 @@ def kinds_in(value: Any) -> Iterator[type]:
 
 
 def values_of(code: CodeType, tables: Tables) -> Iterator[Any]:
-    """What the global names of a function lead to, in any module of its file, and attributes of that of these names."""
+    """Yield what the global names of a function lead to, in any module of its file, and attributes of that of these
+    names.
+    """
     for table in (*tables.get(code.co_filename, []), vars(builtins)):
         for name in code.co_names:
             if name in table:
@@ -117,21 +119,22 @@ def values_of(code: CodeType, tables: Tables) -> Iterator[Any]:
 
 
 def asks_for_kinds(code: CodeType) -> bool:
-    """Whether a function of the program asks of what kind an object is, which abstract classes answer anew."""
+    """Return whether a function of the program asks of what kind an object is, which abstract classes answer anew."""
     if NOT_THE_PROGRAM.search(code.co_filename):
         return False
     return not {"isinstance", "issubclass"}.isdisjoint(code.co_names) or "MATCH_CLASS" in _opnames(code)
 
 
 def imported(code: CodeType) -> list[str]:
-    """The modules that a function of the program imports."""
+    """Return the modules that a function of the program imports."""
     if NOT_THE_PROGRAM.search(code.co_filename):
         return []
     return [each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]
 
 
 def refusal(code: CodeType, traced: Set[CodeType], tables: Tables) -> str:
-    """What a function of the program does that torch.compile answers once, and guards by nothing; "" where it does not.
+    """Return what a function of the program does that torch.compile answers once, and guards by nothing; "" where it
+    does not.
 
     Args:
         code: the function's.
@@ -196,7 +199,9 @@ _SINGLE = frozenset(("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def names_kinds(code: CodeType) -> bool:
-    """Whether global names say for which classes a function asks, in each call of `isinstance` and `issubclass`."""
+    """Return whether global names say for which classes a function asks, in each call of `isinstance` and
+    `issubclass`.
+    """
     steps = _steps(code)
     for at, step in enumerate(steps):
         if step.opname not in ("CALL", "CALL_FUNCTION") or step.arg != 2:
@@ -214,12 +219,12 @@ _OF_GLOBALS = frozenset(("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", 
 
 
 def namespaces() -> Iterator[dict[str, Any]]:
-    """The globals of all modules. Of one that is imported when an attribute of it is asked for, none is."""
+    """Yield the globals of all modules. Of one that is imported when an attribute of it is asked for, none is."""
     return (vars(module) for module in list(sys.modules.values()) if issubclass(type(module), ModuleType))
 
 
 def tables_by_file() -> Tables:
-    """The globals of all modules by their file."""
+    """Return the globals of all modules by their file."""
     found: Tables = {}
     for names in namespaces():
         file = names.get("__file__")
@@ -294,7 +299,7 @@ class Unseen:
         self._kept = [place for place in methods if isinstance(place[2], classmethod | staticmethod)]
 
     def change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """What is not as it was, in a call with these arguments; "" where all is."""
+        """Return what is not as it was, in a call with these arguments; "" where all is."""
         if _environment() != self._environment:
             return "a variable of the environment has changed"
         if _has_hooks_of_all():

@@ -118,7 +118,9 @@ class BatchFollower:
         _calls.add(self)
 
     def gave(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether one of the tensors is of a batch of this loader, not only the last: programs fetch some ahead."""
+        """Return whether one of the tensors is of a batch of this loader, not only the last: programs fetch
+        some ahead.
+        """
         return any(_is_of(tensors, batch) for batch in self._batches)
 
     def _deliver(self, _step: int, batch: Any, _extra: Sequence[torch.Tensor]) -> Any:

@@ -139,7 +139,7 @@ def adopt_orphans(adopts: bool) -> None:
 
 
 def is_signalled() -> bool:
-    """Whether this process is to end, but holds the signal back."""
+    """Return whether this process is to end, but holds the signal back."""
     return not signal.sigpending().isdisjoint(END_SIGNALS)
 
 
@@ -150,12 +150,12 @@ def end_group(pid: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is there and does not run, by a signal or a debugger (proc(5))."""
+    """Return whether a process is there and does not run, by a signal or a debugger (proc(5))."""
     return _state_of(pid) in (b"T", b"t")
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or waits for its parent to hear of it."""
+    """Return whether a process is gone, or waits for its parent to hear of it."""
     return _state_of(pid) in (b"", b"Z", b"X")
 
 

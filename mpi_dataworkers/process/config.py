@@ -129,7 +129,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def service_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The service to connect to, or None to work in process."""
+    """Return the service to connect to, or None to work in process."""
     if environ.get("HETSTREAM_SERVICE") and (whose := other_job("HETSTREAM_SERVICE", environ)):
         _say_local(whose, own_job(environ))
         return None
@@ -148,7 +148,7 @@ def _say_local(whose: str, own: str) -> None:
 
 
 def offload_from_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """What of a model's forward may move to the data workers: `off`, `auto` or `all`."""
+    """Return what of a model's forward may move to the data workers: `off`, `auto` or `all`."""
     value = ("" if other_job("HETSTREAM_OFFLOAD", environ) else environ.get("HETSTREAM_OFFLOAD")) or "off"
     if value not in OFFLOADS:
         raise ConfigError(f"environment variable HETSTREAM_OFFLOAD={value!r}: must be one of {', '.join(OFFLOADS)}")
@@ -156,17 +156,17 @@ def offload_from_environment(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def streams_in_process_loaders(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the start-up hook streams loaders with `num_workers=0`, too."""
+    """Return whether the start-up hook streams loaders with `num_workers=0`, too."""
     return environ.get("HETSTREAM_IN_PROCESS_LOADERS") == "1"
 
 
 def explain_file_from_environment(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where `hetstream run --explain` wants what was found of a forward; None in other runs."""
+    """Return where `hetstream run --explain` wants what was found of a forward; None in other runs."""
     return Path(environ["HETSTREAM_EXPLAIN"]) if environ.get("HETSTREAM_EXPLAIN") else None
 
 
 def memory_of_task_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Bytes that a task of this Slurm job has on this node; None where Slurm does not say, or sets no limit.
+    """Return bytes that a task of this Slurm job has on this node; None where Slurm does not say, or sets no limit.
 
     SLURM_MEM_PER_NODE, SLURM_MEM_PER_CPU and SLURM_MEM_PER_GPU are in megabytes (sbatch(1), 22.05).
     """
@@ -188,7 +188,9 @@ def _is_named(name: str, names: tuple[str, ...]) -> bool:
 
 
 def environment_at_start() -> dict[str, str]:
-    """The environment that this process was started with (environ in proc(5)); empty where that cannot be read."""
+    """Return the environment that this process was started with (environ in proc(5)); empty where that cannot
+    be read.
+    """
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -200,7 +202,7 @@ def environment_at_start() -> dict[str, str]:
 def travelling_environment(
     environ: Mapping[str, str] = os.environ, at_start: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """What data workers take over of a trainer's environment.
+    """Return what data workers take over of a trainer's environment.
 
     Args:
         environ: the trainer's.
@@ -225,12 +227,12 @@ def hash_seed(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def environment_with_hash_seed(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """The environment in which this process would have it; None if it has."""
+    """Return the environment in which this process would have it; None if it has."""
     return None if environ.get(_HASH_SEED) == hash_seed(environ) else {**environ, _HASH_SEED: hash_seed(environ)}
 
 
 def with_whole_paths(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with search paths that begin at the root, for a process that works somewhere else.
+    """Return the environment with search paths that begin at the root, for a process that works somewhere else.
 
     An entry may begin where this process works, and an empty one is that. A step works in /tmp on a node that lacks
     the job's directory ("going to /tmp instead", src/slurmd/slurmstepd/mgr.c), and anybody can put modules there.
@@ -249,7 +251,8 @@ def with_whole_paths(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_places_in_common(environ: Mapping[str, str], in_common: Callable[[str], bool]) -> dict[str, str]:
-    """The environment without what a process on another node would load at its start from a place in common there.
+    """Return the environment without what a process on another node would load at its start from a place in common
+    there.
 
     The loader and Python follow their variables before any code of ours can look at whose the place is. What the
     program needs of it comes later, and is looked at then (`ops/program.py`).
@@ -274,7 +277,7 @@ def without_places_in_common(environ: Mapping[str, str], in_common: Callable[[st
 
 
 def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that make the Python environment of this process, without what hetstream adds."""
+    """Return the variables that make the Python environment of this process, without what hetstream adds."""
     found = {name: value for name, value in sorted(environ.items()) if _is_named(name, _PYTHON_ENVIRONMENT)}
     for name in PATH_LISTS:
         # An entry may begin where the process works, which is another place in another process; an empty one is that.
@@ -286,13 +289,15 @@ def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def environment_of_python(wanted: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of this process with another one's Python environment in the place of its own."""
+    """Return the environment of this process with another one's Python environment in the place of its own."""
     own = python_environment(environ).keys() | {"PYTHONPATH"}
     return {name: value for name, value in environ.items() if name not in own} | dict(wanted)
 
 
 def container_from_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """The image of the container that this process runs in, as Apptainer and enroot (pyxis) name it; "" outside."""
+    """Return the image of the container that this process runs in, as Apptainer and enroot (pyxis) name it; ""
+    outside.
+    """
     names = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "ENROOT_ROOTFS")
     return next((environ[name] for name in names if environ.get(name)), "")
 
@@ -303,7 +308,7 @@ def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def buffer_bytes_from_environment(environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes a loader may hold ahead of the training loop."""
+    """Return bytes a loader may hold ahead of the training loop."""
     value = _number(environ, "HETSTREAM_BUFFER_BYTES")
     if value is None:
         return DEFAULT_BUFFER_BYTES
@@ -313,7 +318,7 @@ def buffer_bytes_from_environment(environ: Mapping[str, str] = os.environ) -> in
 
 
 def cache_bytes_from_environment(environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes of finished batches that a data worker process keeps for loaders that share them; 0 keeps none."""
+    """Return bytes of finished batches that a data worker process keeps for loaders that share them; 0 keeps none."""
     value = _number(environ, "HETSTREAM_CACHE_BYTES")
     if value is None:
         return DEFAULT_CACHE_BYTES
@@ -339,7 +344,7 @@ def metrics_address(value: str, name: str) -> tuple[str, int]:
 
 
 def metrics_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Where the dispatcher serves metrics, or None for nowhere."""
+    """Return where the dispatcher serves metrics, or None for nowhere."""
     value = environ.get("HETSTREAM_METRICS_PORT")
     return metrics_address(value, "environment variable HETSTREAM_METRICS_PORT") if value else None
 
@@ -350,7 +355,7 @@ def quarantine_dir_from_environment(environ: Mapping[str, str] = os.environ) -> 
 
 
 def transports_from_environment(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The transports on which a loader takes batches; each data worker uses the best that it can reach."""
+    """Return the transports on which a loader takes batches; each data worker uses the best that it can reach."""
     value = environ.get("HETSTREAM_TRANSPORT") or ",".join(DEFAULT_NAMES)
     names = [name.strip() for name in value.split(",")]
     if unknown := [name for name in names if name not in ALL_NAMES]:
@@ -362,7 +367,7 @@ def transports_from_environment(environ: Mapping[str, str] = os.environ) -> froz
 
 
 def compression_from_environment(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether batches that come over TCP are to be compressed."""
+    """Return whether batches that come over TCP are to be compressed."""
     value = environ.get("HETSTREAM_COMPRESSION") or "none"
     if value not in ("none", "zstd"):
         raise ConfigError(f"environment variable HETSTREAM_COMPRESSION={value!r}: must be none or zstd")
@@ -382,7 +387,7 @@ def seed_from_environment(environ: Mapping[str, str] = os.environ) -> int | None
 
 
 def rank_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
-    """The variables that say which of its job's processes this is; None for one that is not set."""
+    """Return the variables that say which of its job's processes this is; None for one that is not set."""
     return {name: environ.get(name) for name in _OF_RANK}
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 
 def others() -> tuple[type[Exception], ...]:
-    """What `except` catches so that a handler's exception goes on: all kinds, or none while it is one of a handler."""
+    """Return what `except` catches so that a handler's exception goes on: all kinds, or none while it is one of a
+    handler.
+    """
     error = sys.exc_info()[1]
     return () if error is not None and of_handler(error) else (Exception,)
 
@@ -31,7 +33,7 @@ def suppressed_others() -> Iterator[None]:
 
 
 def of_handler(error: BaseException) -> bool:
-    """Whether a handler of a signal has raised this, and not what was being done."""
+    """Return whether a handler of a signal has raised this, and not what was being done."""
     before: FrameType | None = None
     handlers = None
     at = error.__traceback__

@@ -57,7 +57,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def this_interpreter() -> Interpreter:
-    """The Python of this process."""
+    """Return the Python of this process."""
     return Interpreter(sys.executable, platform.python_version(), _version("torch"), _version("hetstream"))
 
 
@@ -93,12 +93,12 @@ class PythonEnvironment:
         yield from (self.executable, os.path.dirname(self.executable), self.prefix)
 
     def why_strange(self) -> str:
-        """Why its Python may be a stranger's on this host; "" if it is not."""
+        """Return why its Python may be a stranger's on this host; "" if it is not."""
         there = [place for place in self._of_program() if os.path.exists(place)]
         return next(filter(None, (strange_here(place, self.owners.get(place, ())) for place in there)), "")
 
     def without_strangers(self) -> PythonEnvironment:
-        """The same without what may be a stranger's on this host."""
+        """Return the same without what may be a stranger's on this host."""
         variables = dict(self.variables)
         for name in (*PATH_LISTS, *PATHS):
             entries = [entry for entry in variables.pop(name, "").split(os.pathsep) if entry]
@@ -138,7 +138,7 @@ def announce(address_file: Path) -> None:
 
 
 def announced(address_file: Path) -> PythonEnvironment | None:
-    """Where the program runs that last announced it; None if none did, or nobody can tell."""
+    """Return where the program runs that last announced it; None if none did, or nobody can tell."""
     try:
         with Directory.open_safe(address_file.parent, own=True) as directory:
             fields = json.loads(directory.read(_FILE, _MAX_BYTES))
@@ -189,7 +189,7 @@ class EnvironmentWatch:
             time.sleep(LOOK_S)
 
     def wants_change(self) -> bool:
-        """Whether it is time to start anew; looks at the file about once a second."""
+        """Return whether it is time to start anew; looks at the file about once a second."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_S:
             return False
@@ -198,7 +198,7 @@ class EnvironmentWatch:
         return self.chosen is not None
 
     def target(self) -> PythonEnvironment | None:
-        """The environment to start anew in; None to stay."""
+        """Return the environment to start anew in; None to stay."""
         wanted = announced(self._address_file)
         if wanted is None or wanted.digest in (self._here.digest, self._entered, self._refused):
             return None

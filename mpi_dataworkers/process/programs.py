@@ -17,7 +17,9 @@ MARK = "_hetstream_stands_in"
 
 
 def serves(loaded: Program, wanted: Program) -> bool:
-    """Whether a process that works for one program can work for another: they are alike but for modules to load."""
+    """Return whether a process that works for one program can work for another: they are alike but for modules
+    to load.
+    """
     return (
         loaded.working_dir == wanted.working_dir
         and loaded.sys_path == wanted.sys_path
@@ -26,13 +28,13 @@ def serves(loaded: Program, wanted: Program) -> bool:
 
 
 def joined(loaded: Program, wanted: Program) -> Program:
-    """The program of a process that has loaded the modules of both."""
+    """Return the program of a process that has loaded the modules of both."""
     return msgspec.structs.replace(loaded, modules={**loaded.modules, **wanted.modules})
 
 
 @functools.lru_cache(maxsize=1024)  # asked for each lease
 def why_unfit(worker: Interpreter, trainer: Interpreter) -> str:
-    """Why a data worker of one Python cannot make the batches of a program of another; "" if it can.
+    """Return why a data worker of one Python cannot make the batches of a program of another; "" if it can.
 
     Pickled code is for one minor version of Python, and random numbers are those of one release of torch.
     """

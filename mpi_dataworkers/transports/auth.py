@@ -37,7 +37,7 @@ def new_nonce() -> bytes:
 
 
 def prove(key: bytes, role: str, worker_nonce: bytes, loader_nonce: bytes, receiver: str) -> bytes:
-    """The answer that only a holder of `key` can give.
+    """Return the answer that only a holder of `key` can give.
 
     Args:
         key: the job's batch key.
@@ -50,7 +50,7 @@ def prove(key: bytes, role: str, worker_nonce: bytes, loader_nonce: bytes, recei
 
 
 def is_proof(given: bytes, key: bytes, role: str, worker_nonce: bytes, loader_nonce: bytes, receiver: str) -> bool:
-    """Whether `given` is the answer of a holder of `key`, compared in constant time."""
+    """Return whether `given` is the answer of a holder of `key`, compared in constant time."""
     fresh = len(worker_nonce) == NONCE_BYTES and len(loader_nonce) == NONCE_BYTES
     return fresh and hmac.compare_digest(given, prove(key, role, worker_nonce, loader_nonce, receiver))
 
@@ -67,11 +67,11 @@ class Seal:
         self._count = 0
 
     def put_on(self, header: Buffer) -> bytes:
-        """The next header, with its seal behind it."""
+        """Return the next header, with its seal behind it."""
         return b"".join((header, self._next(header)))
 
     def take_off(self, sealed: memoryview) -> memoryview:
-        """The next header, if it is what the peer has sent.
+        """Return the next header, if it is what the peer has sent.
 
         Raises:
             ProtocolError: it is not.
@@ -182,8 +182,8 @@ _PAUSE_S = 0.01
 
 
 def most_unproven(most: int) -> int:
-    """How many connections that have not proved the key a process keeps: an eighth of the descriptors that it may have
-    at most, since each takes one, and the training program needs them.
+    """Return how many connections that have not proved the key a process keeps: an eighth of the descriptors that it
+    may have at most, since each takes one, and the training program needs them.
 
     Args:
         most: where there are many.
@@ -193,7 +193,7 @@ def most_unproven(most: int) -> int:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Whether the peer runs as this process's user (SO_PEERCRED, unix(7))."""
+    """Return whether the peer runs as this process's user (SO_PEERCRED, unix(7))."""
     return peer_of(connection)[1] == os.geteuid()
 
 

@@ -60,7 +60,7 @@ class ToLoader:
 
 
 def peer_name(process: str, loader: int | None) -> str:
-    """What the dispatcher calls a peer: the id of its process and, of a loader, its number there."""
+    """Return what the dispatcher calls a peer: the id of its process and, of a loader, its number there."""
     return process if loader is None else f"{process}/{loader}"
 
 
@@ -182,7 +182,8 @@ class BatchSender(Protocol):
         """
 
     def room(self, receiver: str, num_bytes: int) -> memoryview | None:
-        """Memory from which the next message's only frame goes to this loader without a copy, if there is any now.
+        """Return memory from which the next message's only frame goes to this loader without a copy, if there is any
+        now.
 
         It may be left unused.
         """

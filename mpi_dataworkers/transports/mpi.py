@@ -156,7 +156,7 @@ class _Messages:
         self.give_up(self.send(rank, (tag, text)), text)
 
     def receive(self, rank: int, tag: int) -> tuple[int, bytearray] | None:
-        """A message that has come: the rank that sent it and its bytes."""
+        """Return a message that has come: the rank that sent it and its bytes."""
         status = MPI.Status()
         message = self._comm.Improbe(rank, tag, status)
         if message is None:
@@ -341,7 +341,7 @@ def enter_world(is_trainer: bool) -> World:
 
 
 def is_alone() -> bool:
-    """Whether this process has no other rank beside it: nobody launched it, or another MPI's launcher did."""
+    """Return whether this process has no other rank beside it: nobody launched it, or another MPI's launcher did."""
     return MPI.COMM_WORLD.Get_size() == 1
 
 

@@ -75,7 +75,7 @@ class Pool:
         os.close(self.descriptor)
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """An extent, given back when no view of it is left.
+        """Return an extent, given back when no view of it is left.
 
         Raises:
             ProtocolError: it is not inside the pool.

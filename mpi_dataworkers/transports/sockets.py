@@ -53,7 +53,7 @@ _PADDING = bytes(ALIGN_BYTES)
 
 
 def pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:
-    """A message as it is sent, with the tensors where they lie."""
+    """Return a message as it is sent, with the tensors where they lie."""
     sizes = [size_of(frame) for frame in frames]
     table, offsets, total = lay_out(sizes)
     pieces: list[Buffer] = [b"".join((LENGTH.pack(total), table, in_one_piece(frames[0])))]
@@ -68,7 +68,7 @@ def pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:
 
 
 def left_of(pieces: list[Buffer], num_sent: int) -> list[Buffer]:
-    """The rest of pieces once a number of their bytes was sent."""
+    """Return the rest of pieces once a number of their bytes was sent."""
     for index, piece in enumerate(pieces):
         if num_sent < len(piece):
             return [memoryview(piece)[num_sent:], *pieces[index + 1 :]]
@@ -92,7 +92,7 @@ class ReceiveMemory:
         self._free: dict[int, collections.deque[_Bytes]] = {}  # by size
 
     def take(self, num_bytes: int) -> memoryview:
-        """Memory of this size, given back when no view of it is left.
+        """Return memory of this size, given back when no view of it is left.
 
         Raises:
             ProtocolError: there is none.

@@ -79,7 +79,7 @@ def send(socket: zmq.Socket[Any], frames: Sequence[Buffer]) -> None:
 
 
 def frames_of(message: Message, loader: int | None) -> list[Buffer]:
-    """A control message as it is sent: one frame, and behind it the number of the loader that it is about."""
+    """Return a control message as it is sent: one frame, and behind it the number of the loader that it is about."""
     first = encode(message)
     frames: list[Buffer] = [first] if loader is None else [first, b"%d" % loader]
     return frames if len(first) < CONTROL_FRAME_BYTES else chop(frames, CONTROL_FRAME_BYTES)
@@ -139,7 +139,7 @@ _REFUSED_S = 5.0
 
 
 def new_keys() -> tuple[str, str]:
-    """A new CURVE key pair as Z85 text: public, secret."""
+    """Return a new CURVE key pair as Z85 text: public, secret."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 

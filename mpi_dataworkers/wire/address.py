@@ -52,7 +52,8 @@ class ServiceAddress:
         return self.file.parent / f"pipelines-{hashlib.sha256(self.server_public_key.encode()).hexdigest()[:16]}"
 
     def as_in_file(self) -> ServiceAddress:
-        """The service where its address file says now that it is: a dispatcher whose port was taken has another one.
+        """Return the service where its address file says now that it is: a dispatcher whose port was taken has another
+        one.
 
         Nothing but the address may have changed. A file with other keys is another service's, and one that cannot be
         read says nothing: then the address is this one.
@@ -83,7 +84,7 @@ def remove_address_file(path: Path, service: ServiceAddress) -> None:
 
 
 def has_ended(path: Path) -> bool:
-    """Whether the service whose address file was here has ended; False also where nobody can tell."""
+    """Return whether the service whose address file was here has ended; False also where nobody can tell."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -137,7 +138,7 @@ def read_address_file(path: Path) -> ServiceAddress:
 
 
 def not_there(path: Path, timeout_s: float) -> ServiceUnavailable:
-    """The error of whoever has waited for an address file that did not come."""
+    """Return the error of whoever has waited for an address file that did not come."""
     return ServiceUnavailable(
         f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "
         "directory on a file system that this host shares?"

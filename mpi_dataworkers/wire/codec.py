@@ -79,7 +79,7 @@ def decode(frame: Buffer) -> AnyMessage:
 
 
 def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory in which tensors lie as in torch's own. It need not be touched before it is written.
+    """Return memory in which tensors lie as in torch's own. It need not be touched before it is written.
 
     Raises:
         MemoryError: there is none of this size.
@@ -93,7 +93,7 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def in_one_piece(frame: Leaf) -> Buffer:
-    """The frame in one piece; only a scattered one is copied."""
+    """Return the frame in one piece; only a scattered one is copied."""
     if not isinstance(frame, Scattered):
         return frame
     whole = np.empty(frame.nbytes, dtype=np.uint8).data
@@ -102,7 +102,9 @@ def in_one_piece(frame: Leaf) -> Buffer:
 
 
 def in_pieces(frame: Leaf) -> list[Buffer]:
-    """The frame for whoever can send from many places at once, as bytes; only small places are copied together."""
+    """Return the frame for whoever can send from many places at once, as bytes; only small places are copied
+    together.
+    """
     if isinstance(frame, Scattered) and frame.pieces is not None:
         return frame.pieces()
     return [memoryview(in_one_piece(frame)).cast("B")]
@@ -120,7 +122,7 @@ def fuse(buffers: Sequence[Leaf]) -> tuple[list[Buffer], list[tuple[int, int, in
 
 
 def size_of(buffer: Leaf) -> int:
-    """Its bytes."""
+    """Return its bytes."""
     return buffer.nbytes if type(buffer) is memoryview or isinstance(buffer, Scattered) else len(buffer)
 
 
@@ -157,7 +159,7 @@ class Parcel:
         return bool(self._large)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so much fits into the shared frame."""
+        """Return whether so much fits into the shared frame."""
         return self.num_bytes + num_bytes <= self._shared.nbytes
 
     def add(self, buffers: Sequence[Leaf]) -> list[tuple[int, int, int]]:
@@ -184,7 +186,7 @@ class Parcel:
         return places
 
     def frames(self) -> list[Leaf]:
-        """The frames, without a copy."""
+        """Return the frames, without a copy."""
         return [self._shared[: self.num_bytes], *self._large]
 
 

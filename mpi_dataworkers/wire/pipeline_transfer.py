@@ -37,8 +37,9 @@ class HandoverFailed(Exception):
 
 
 def places_of(sizes: Sequence[int]) -> list[int]:
-    """Where each of the buffers starts when they lie one after the other, in a message, a file and memory alike; at
-    last, where they end."""
+    """Return where each of the buffers starts when they lie one after the other, in a message, a file and memory alike;
+    at last, where they end.
+    """
     places = [0]
     for size in sizes:
         places.append(places[-1] + -(-size // ALIGN_BYTES) * ALIGN_BYTES)
@@ -146,13 +147,15 @@ def read_into(room: memoryview, contents: Contents, directory: Path) -> None:
 
 
 def buffers_in(room: memoryview, contents: Contents) -> list[memoryview]:
-    """The buffers where `read_into` has put them; with `contents.with_blob` the pickle stream is the first one."""
+    """Return the buffers where `read_into` has put them; with `contents.with_blob` the pickle stream is the
+    first one.
+    """
     places = places_of(contents.sizes)
     return [room[place:][:size] for place, size in zip(places, contents.sizes, strict=False)]
 
 
 def is_there(contents: Contents, directory: Path) -> bool:
-    """Whether data workers can get it: in the message, or from a file that exists."""
+    """Return whether data workers can get it: in the message, or from a file that exists."""
     return not contents.sha256 or (directory / contents.sha256).exists()
 
 

@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 def objects_bytes(pickled: PickledPipeline) -> int:
-    """Bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
+    """Return bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
     return memoryview(pickled.blob).nbytes
 
 
@@ -169,7 +169,7 @@ class LoadedProgram:
         self._in_force.forget(pipeline_id)
 
     def take(self, pipeline_id: str) -> tuple[PickledPipeline, Pipeline] | None:
-        """The pipeline that was loaded before this process was forked: once, because samples may change it."""
+        """Return the pipeline that was loaded before this process was forked: once, because samples may change it."""
         if self._kept is None or self._kept[0].pipeline_id != pipeline_id:
             return None
         taken, self._kept = self._kept, None
@@ -434,7 +434,9 @@ class ForkServers:
         self._ended: set[int] = set()  # processes that are not reaped yet
 
     def answer(self, pipeline_id: str, limit_s: float) -> LoadAnswer:
-        """What to tell a process that wants a pipeline to be loaded once for all; begin to load it, if nobody has."""
+        """Return what to tell a process that wants a pipeline to be loaded once for all; begin to load it, if nobody
+        has.
+        """
         server = self._servers.get(pipeline_id)
         if server is None and pipeline_id not in self._refused:
             try:

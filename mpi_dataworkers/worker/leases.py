@@ -143,7 +143,7 @@ class HeldLeases:
             return True
 
     def holds(self, token: int) -> bool:
-        """Whether a lease is still to be worked on."""
+        """Return whether a lease is still to be worked on."""
         with self._lock:
             return token in self._held and not self.is_stopping
 
@@ -159,12 +159,12 @@ class HeldLeases:
             self._held.pop(token, None)
 
     def held(self) -> list[GrantLease]:
-        """Those that are to be worked on, the oldest first."""
+        """Return those that are to be worked on, the oldest first."""
         with self._lock:
             return list(self._held.values())
 
     def take_doubt(self, receivers: Receivers) -> bool:
-        """Whether the connection to a loader is to be made afresh; asked once for each time."""
+        """Return whether the connection to a loader is to be made afresh; asked once for each time."""
         with self._lock:
             doubted = receivers in self._doubted
             self._doubted.discard(receivers)
@@ -225,12 +225,12 @@ class HeldLeases:
         return in_work
 
     def tokens(self) -> list[int]:
-        """What is held, for a heartbeat."""
+        """Return what is held, for a heartbeat."""
         with self._lock:
             return sorted(self._held)
 
     def described(self) -> list[HeldLease]:
-        """What is held, for a registration."""
+        """Return what is held, for a registration."""
         with self._lock:
             return [
                 HeldLease(lease.token, lease.session.session_id, lease.first_step, lease.stop_step, lease.shift)

@@ -75,7 +75,7 @@ class PickledPipelines:
     # --- of the main thread -----------------------------------------------------------------------------------------
 
     def find(self, pipeline_id: str, is_wanted: Callable[[], bool]) -> PickledPipeline:
-        """A pickled pipeline, from bytes that this host has or that come from the dispatcher.
+        """Return a pickled pipeline, from bytes that this host has or that come from the dispatcher.
 
         Raises:
             LeaseGone: it is wanted no more.
@@ -242,7 +242,7 @@ class Pipelines:
         self._asked_bytes = loaded.kept_bytes
 
     def seeds_of(self, session: SessionSpec) -> PassSeeds:
-        """What the random numbers of a session follow from."""
+        """Return what the random numbers of a session follow from."""
         if self._seeds[0] is not session:
             self._seeds = session, PassSeeds(session.seed, session.epoch, session.worker_seeds)
         return self._seeds[1]
@@ -377,7 +377,7 @@ class Pipelines:
                 self._prepared = pipeline_id
 
     def is_spent(self) -> bool:
-        """Whether this process is to leave once no session goes on; asked by the control thread."""
+        """Return whether this process is to leave once no session goes on; asked by the control thread."""
         return (
             bool(self._passes)
             and self._is_supervised

@@ -53,10 +53,10 @@ class StageLeases(Protocol):
     """The leases of the later stage."""
 
     def holds(self, token: int) -> bool:
-        """Whether a lease is still to be worked on."""
+        """Return whether a lease is still to be worked on."""
 
     def held(self) -> Sequence[GrantLease]:
-        """All of them, the oldest first."""
+        """Return all of them, the oldest first."""
 
 
 # Makes the stage before, for one process: its id as a data worker, its leases, and what fetches a pipeline as it was
@@ -142,11 +142,11 @@ class ShutdownDeadlines:
         return self.told_at + _MESSAGES_S
 
     def is_overdue(self, now: float, runs_user_code: bool) -> bool:
-        """Whether a process is to be killed."""
+        """Return whether a process is to be killed."""
         return now >= self.told_at + (_USER_CODE_S if runs_user_code else _GONE_S)
 
     def next_look_s(self, now: float, most_s: float) -> float:
-        """How soon to ask again, at most `most_s`."""
+        """Return how soon to ask again, at most `most_s`."""
         due = (self.told_at + after_s - now for after_s in (_USER_CODE_S, _GONE_S))
         return min([most_s, *(left_s for left_s in due if left_s > 0)])
 
@@ -279,7 +279,7 @@ class WorkPage:
         return int(_PAGE.unpack_from(self._page)[0])
 
     def read(self) -> Work | None:
-        """What runs, or ran when the process ended; of several samples the one that was begun first."""
+        """Return what runs, or ran when the process ended; of several samples the one that was begun first."""
         threads = _THREAD.iter_unpack(self._page[_PAGE.size : _PAGE.size + _THREADS_BYTES])
         at_work = [(since, sample_index) for since, sample_index in threads if since > 0]
         if not at_work:
@@ -351,7 +351,7 @@ class WorkPage:
 
 
 def how_it_ended(exit_code: int, out_of_memory: bool) -> str:
-    """A process's end in words, from `os.waitstatus_to_exitcode` and whether its cgroup counted an OOM kill."""
+    """Return a process's end in words, from `os.waitstatus_to_exitcode` and whether its cgroup counted an OOM kill."""
     if exit_code >= 0:
         return f"ended with code {exit_code}"
     if exit_code == -signal.SIGKILL and out_of_memory:
@@ -362,7 +362,7 @@ def how_it_ended(exit_code: int, out_of_memory: bool) -> str:
 
 
 def fate_of(reason: str, work: Work | None, stack: str, host: str, pid: int) -> Fate:
-    """The fate of a process, with the failure of the step that it was at."""
+    """Return the fate of a process, with the failure of the step that it was at."""
     if work is None:
         return Fate(f"{reason} while it made no batch", "", 0, -1, None)
     kind = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
@@ -408,7 +408,7 @@ class StackFile:
         self.descriptor = os.memfd_create("hetstream-stack") if descriptor is None else descriptor
 
     def read(self) -> str:
-        """What was written."""
+        """Return what was written."""
         return os.pread(self.descriptor, 1 << 16, 0).decode(errors="replace").strip()
 
     def close(self) -> None:

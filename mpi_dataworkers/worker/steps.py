@@ -181,7 +181,7 @@ class BatchCache:
         return len(self._batches)
 
     def get(self, key: str, position: int) -> CachedBatch | None:
-        """The batch, if it is still here."""
+        """Return the batch, if it is still here."""
         return self._batches.get((key, position))
 
     def put(self, key: str, position: int, batch: CachedBatch) -> None:
@@ -196,7 +196,7 @@ class BatchCache:
             self._dropped[old_key].append(old_position)
 
     def take_dropped(self) -> dict[str, Ranges]:
-        """Positions dropped since the last call, by share key, as ascending ranges [first, stop)."""
+        """Return positions dropped since the last call, by share key, as ascending ranges [first, stop)."""
         if not self._dropped:
             return {}
         dropped, self._dropped = self._dropped, defaultdict(list)
@@ -323,7 +323,7 @@ class StepMaker:
         return True
 
     def finished(self, lease: GrantLease, busy_s: float, waited_s: float) -> FinishLease:
-        """What to tell the dispatcher when all steps of a lease were made.
+        """Return what to tell the dispatcher when all steps of a lease were made.
 
         Args:
             lease: that was worked on.

@@ -87,7 +87,7 @@ class OwnMemory:
         self._bytes = 0
 
     def resident_bytes(self, now: float) -> int:
-        """What it is, read every ten seconds; 0 where the kernel does not say."""
+        """Return what it is, read every ten seconds; 0 where the kernel does not say."""
         if now - self._read_at >= _EVERY_S:
             self._read_at, self._bytes = now, self._read()
         return self._bytes

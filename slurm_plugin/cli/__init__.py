@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
     """Lists verbs by group."""
 
     def format_help(self) -> str:
-        """What `--help` prints."""
+        """Return what `--help` prints."""
         lines = ["usage: hetstream [-h] [--version] [-v] VERB ...", "", self.description or ""]
         for group, verbs in GROUPS.items():
             lines += ["", f"{group}:", *(f"  {verb:<10} {summary}" for verb, summary in verbs.items())]

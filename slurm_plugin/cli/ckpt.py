@@ -111,7 +111,7 @@ def run_ckpt_ls(args: argparse.Namespace) -> int:
 
 
 def existing(path: Path) -> CheckpointDirectory:
-    """A directory that is there.
+    """Return a directory that is there.
 
     Raises:
         NoCheckpoint: it is not.
@@ -150,7 +150,7 @@ def disk_table(
     color: bool = False,
     width: int | None = None,
 ) -> list[str]:
-    """What is on disk, newest first."""
+    """Return what is on disk, newest first."""
     newest = lineage.newest(checkpoint.generation for checkpoint in checkpoints)
     rows: list[tuple[Generation, list[Cell]]] = []
     for checkpoint in checkpoints:
@@ -186,7 +186,7 @@ def disk_table(
 
 
 def memory_table(stores: Sequence[FoundStore], color: bool = False, width: int | None = None) -> list[str]:
-    """What is in this host's memory."""
+    """Return what is in this host's memory."""
     if not stores:
         return ["nothing in memory on this host"]
     rows: list[list[Cell]] = []
@@ -294,7 +294,7 @@ def _checkpoint_row(checkpoint: Checkpoint, lineage: Lineage, is_in_line: bool, 
 
 
 def as_fields(generation: Generation) -> dict[str, int]:
-    """A generation in JSON."""
+    """Return a generation in JSON."""
     fields = {"step": generation.step, "attempt": generation.attempt}
     return fields | {"repeat": generation.repeat} if generation.repeat else fields
 

@@ -371,7 +371,7 @@ def run_jobs(args: argparse.Namespace) -> int:
 
 
 def chosen_users(names: str, seen: Collection[str]) -> set[str]:
-    """The users that `-u` names, in both ways in which Slurm may name each.
+    """Return the users that `-u` names, in both ways in which Slurm may name each.
 
     Raises:
         UsageError: neither the queue nor this host knows one.
@@ -386,7 +386,7 @@ def chosen_users(names: str, seen: Collection[str]) -> set[str]:
 
 
 def chosen_states(text: str) -> set[str]:
-    """The states that `-t` names, in full or as squeue shortens them.
+    """Return the states that `-t` names, in full or as squeue shortens them.
 
     Raises:
         UsageError: one that no job in the queue can have.
@@ -486,7 +486,7 @@ def _row_jobs(job: Job, now_s: float, explainer: Explainer, opportunistic: Colle
 
 
 def class_of(job: Job, opportunistic: Collection[str]) -> str:
-    """The class of a job; empty where nothing says it.
+    """Return the class of a job; empty where nothing says it.
 
     Args:
         job: of it.
@@ -621,7 +621,7 @@ def _row(submission: NextSubmission) -> dict[str, object]:
 
 
 def enforces_limits(snapshot: Snapshot) -> bool:
-    """Whether an association or a QOS may keep a job from starting that has room."""
+    """Return whether an association or a QOS may keep a job from starting that has room."""
     limits = snapshot.config.get("AccountingStorageEnforce", "").split(",")
     return not {"limits", "qos", "safe", "all"}.isdisjoint(limits)
 

@@ -45,12 +45,12 @@ def add_fresh_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read_cluster(args: argparse.Namespace) -> Snapshot:
-    """The cluster, as `--fresh` asks for it. What keeps a daemon from answering is said on stderr."""
+    """Return the cluster, as `--fresh` asks for it. What keeps a daemon from answering is said on stderr."""
     return cluster_of(args, lambda text: print(f"hetstream: {printable(text)}", file=sys.stderr)).snapshot()
 
 
 def read_cluster_or_jobs(args: argparse.Namespace) -> Snapshot:
-    """The same; where Slurm tells this user of no node, without nodes."""
+    """Return the same; where Slurm tells this user of no node, without nodes."""
     try:
         return read_cluster(args)
     except NodesHidden:
@@ -60,7 +60,7 @@ def read_cluster_or_jobs(args: argparse.Namespace) -> Snapshot:
 def cluster_of(
     args: argparse.Namespace, say: Callable[[str], object] = logger.warning, max_age_s: float = MAX_AGE_S
 ) -> Cluster:
-    """What to read the cluster from, as `--fresh` asks for it.
+    """Return what to read the cluster from, as `--fresh` asks for it.
 
     Args:
         args: parsed.
@@ -91,7 +91,7 @@ class DaemonFirst:
         self._said = ""
 
     def snapshot(self) -> Snapshot:
-        """The cluster.
+        """Return the cluster.
 
         Raises:
             HetstreamError: slurmctld was asked, and could not be read.
@@ -109,7 +109,7 @@ class DaemonFirst:
 
 
 def last_reading(environ: Mapping[str, str]) -> Snapshot | None:
-    """What the site daemon read last; None if there is no daemon for this cluster, or it keeps that to itself.
+    """Return what the site daemon read last; None if there is no daemon for this cluster, or it keeps that to itself.
 
     Raises:
         ConfigError: its address is of another form, or names a user that is unknown here.
@@ -128,7 +128,7 @@ def last_reading(environ: Mapping[str, str]) -> Snapshot | None:
 
 
 def shared_gpus(environ: Mapping[str, str] = os.environ) -> SharedGpus | None:
-    """What the site daemon knows of shared GPUs; None if there is no daemon for this cluster."""
+    """Return what the site daemon knows of shared GPUs; None if there is no daemon for this cluster."""
     try:
         settings = _daemon(environ)
         if settings is None:
@@ -154,7 +154,7 @@ def _daemon(environ: Mapping[str, str]) -> SiteSettings | None:
 
 
 def read_text(path: str, what: str, most_characters: int) -> str:
-    """A text of UTF-8, with or without a mark of its bytes' order; what is no UTF-8 is escaped.
+    """Return a text of UTF-8, with or without a mark of its bytes' order; what is no UTF-8 is escaped.
 
     Args:
         path: as the user gave it; it may be a pipe.
@@ -190,7 +190,7 @@ def add_prices_argument(parser: argparse.ArgumentParser | argparse._ArgumentGrou
 
 
 def prices_of(args: argparse.Namespace) -> Prices | None:
-    """What the user or the site says; None if neither does.
+    """Return what the user or the site says; None if neither does.
 
     Raises:
         UsageError: it is no list of prices.

@@ -112,7 +112,7 @@ def add_command(commands: Commands, name: str, summary: str, module: str, action
 
 
 def declaration_of(module: str) -> Callable[[argparse.ArgumentParser], None]:
-    """The `add_..._arguments` of a verb, or of an action by its module."""
+    """Return the `add_..._arguments` of a verb, or of an action by its module."""
     file = importlib.import_module(f"hetstream.slurm_plugin.cli.{_FILES.get(module, module)}")
     declare: Callable[[argparse.ArgumentParser], None] = getattr(file, f"add_{module}_arguments")
     return declare

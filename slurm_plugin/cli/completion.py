@@ -54,7 +54,7 @@ def run_completion(args: argparse.Namespace) -> int:
 
 
 def completion(shell: str) -> str:
-    """What a shell loads."""
+    """Return what a shell loads."""
     import shtab
 
     parser = documented_parser()
@@ -68,13 +68,13 @@ def completion(shell: str) -> str:
 
 
 def installed_man_pages() -> dict[str, str]:
-    """Those that the wheel has brought: roff text by file name. None in an editable install."""
+    """Return those that the wheel has brought: roff text by file name. None in an editable install."""
     files = metadata.files("hetstream") or ()
     return {file.name: Path(file.locate()).read_text() for file in files if file.parent.name == "man1"}
 
 
 def man_pages(version: str = hetstream.__version__) -> dict[str, str]:
-    """The manual of the command and of each of its verbs, in section 1: roff text by file name.
+    """Return the manual of the command and of each of its verbs, in section 1: roff text by file name.
 
     Raises:
         ModuleNotFoundError: argparse-manpage is not installed.
@@ -97,7 +97,7 @@ def man_pages(version: str = hetstream.__version__) -> dict[str, str]:
 
 
 def documented_parser() -> argparse.ArgumentParser:
-    """The parser of the command, with all options of all verbs."""
+    """Return the parser of the command, with all options of all verbs."""
     from hetstream.slurm_plugin.cli import VERBS, build_parser
 
     parser = build_parser()

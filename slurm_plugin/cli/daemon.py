@@ -121,7 +121,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> SiteSettings:
-    """Where the daemon is.
+    """Return where the daemon is.
 
     Raises:
         UsageError: an address of another form.
@@ -184,7 +184,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def asked(settings: SiteSettings, question: Question) -> Answer:
-    """The daemon's answer.
+    """Return the daemon's answer.
 
     Raises:
         SiteError: there is none, with where to look.
@@ -196,7 +196,7 @@ def asked(settings: SiteSettings, question: Question) -> Answer:
 
 
 def status_report(status: ShowStatus) -> Report:
-    """The daemon's status as a table."""
+    """Return the daemon's status as a table."""
     read = "not read yet" if status.read_s is None else f"read {duration_words(time.time() - status.read_s)} ago"
     lines = [
         f"mode {status.mode}, up {duration_words(time.time() - status.since_s)}, the cluster was {read}",
@@ -218,7 +218,7 @@ def status_report(status: ShowStatus) -> Report:
 
 
 def planned(options: DaemonOptions) -> Report:
-    """What a daemon with these options would do now. Reads Slurm once, and the state without locking it."""
+    """Return what a daemon with these options would do now. Reads Slurm once, and the state without locking it."""
     from hetstream.slurm_plugin.daemon.registry import Registry
     from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, STATE_FILE, remembered_jobs, remembered_settings
 
@@ -261,7 +261,7 @@ def _jobs(jobs: Sequence[JobStatus]) -> Section:
 
 
 def main() -> int:
-    """The console script `hetstreamd`: `hetstream site daemon` by another name."""
+    """Run the console script `hetstreamd`: `hetstream site daemon` by another name."""
     from hetstream.slurm_plugin.cli import main as hetstream
 
     return hetstream(["site", "daemon", *sys.argv[1:]])
@@ -382,7 +382,7 @@ def run_policy(args: argparse.Namespace) -> int:
 
 
 def changed(settings: PolicySettings, args: argparse.Namespace) -> PolicySettings:
-    """The settings with what the command line says.
+    """Return the settings with what the command line says.
 
     Raises:
         UsageError: a value out of range, or a cap of another form.
@@ -439,7 +439,7 @@ def _asked_for_policy(where: SiteSettings, question: Question) -> ShowPolicy:
 
 
 def policy_report(answer: ShowPolicy, newly_set: str = "", is_dry_run: bool = False, job: str = "") -> Report:
-    """The answer as tables.
+    """Return the answer as tables.
 
     Args:
         answer: the daemon's.

@@ -61,7 +61,7 @@ def _findings(command: list[str], offload: str) -> Findings:
 
 
 def report_of(found: Findings, decision: CutDecision) -> Report:
-    """The answer, as table and JSON."""
+    """Return the answer, as table and JSON."""
     rows = []
     for operator in found.graph.operators:
         if operator.kind is Kind.OPERATOR:

@@ -81,7 +81,7 @@ def run_gpu_coordinator(args: argparse.Namespace) -> int:
 
 
 def opened_gpus(texts: Sequence[str]) -> list[Gpu]:
-    """The GPUs that `--gpu` names.
+    """Return the GPUs that `--gpu` names.
 
     Raises:
         UsageError: there is no such GPU, or it is named twice.

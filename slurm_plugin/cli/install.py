@@ -134,7 +134,7 @@ def run_install(args: argparse.Namespace) -> int:
 def planned(
     prefix: Path, slurm_dir: Path | None, program: str, startup: str = STARTUP_DIRECTORY
 ) -> tuple[dict[Path, str], dict[Path, tuple[str, str]]]:
-    """What an installation consists of: files, and the hooks without and with a site's own file.
+    """Return what an installation consists of: files, and the hooks without and with a site's own file.
 
     Raises:
         UsageError: the directory of Slurm's files does not exist, or a path cannot stand in a Lua file.
@@ -217,7 +217,7 @@ def _notes(prefix: Path, slurm_dir: Path | None, actions: list[Action]) -> list[
 
 
 def closed_notes(paths: Iterable[Path]) -> list[str]:
-    """What to say of files that every user's jobs need and that other users cannot reach."""
+    """Return what to say of files that every user's jobs need and that other users cannot reach."""
     closed: dict[Path, Path] = {}
     for path in paths:
         real = Path(os.path.realpath(path))
@@ -400,7 +400,9 @@ def _owner_of(path: Path) -> int | None:
 
 
 def why_nobody_is_placed(snapshot: Snapshot) -> str:
-    """Why opportunistic jobs cannot be placed in this cluster, as far as it is seen from here; empty if they can."""
+    """Return why opportunistic jobs cannot be placed in this cluster, as far as it is seen from here; empty if they
+    can.
+    """
     directory = Path(snapshot.config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
     has_plugin = _has_plugin(snapshot.config, "gres_opp.so")
     cgroup_conf = _text_of(directory / "cgroup.conf")

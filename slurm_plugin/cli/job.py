@@ -221,7 +221,7 @@ class _Watched:
         self._speeds: deque[float] = deque(maxlen=_MOST_LOOKS)
 
     def look(self) -> Answer:
-        """What is known of it now."""
+        """Return what is known of it now."""
         job = self._args.job
         by_number = job is not None and JOB_ID.fullmatch(job) is not None
         if by_number and time.monotonic() - self._looked_s >= _SLURM_S:
@@ -446,7 +446,7 @@ _WRITERS = "writers"
 
 
 def directory_of(job: str) -> Path:
-    """The directory of the job that a user names."""
+    """Return the directory of the job that a user names."""
     jobs_dir = setting(JOBS_DIR, os.environ)
     return find_directory(job, Path.cwd(), lambda name: job_place(name, os.environ), jobs_dir)
 

@@ -70,7 +70,7 @@ def emit(args: argparse.Namespace, report: Report) -> None:
 
 
 def hidden_notes(hidden: str, without_nodes: bool = False) -> list[str]:
-    """The line that figures are not of all; none where they are.
+    """Return the line that figures are not of all; none where they are.
 
     Args:
         hidden, without_nodes: see `Snapshot`.
@@ -81,7 +81,7 @@ def hidden_notes(hidden: str, without_nodes: bool = False) -> list[str]:
 
 
 def accounting_notes(usages: Iterable[Usage], snapshot: Snapshot) -> list[str]:
-    """The line that sacct may not have shown all jobs; none where it did.
+    """Return the line that sacct may not have shown all jobs; none where it did.
 
     What it hides is up to slurmdbd.conf, which has a PrivateData of its own that users of some releases are not told.
     """
@@ -103,7 +103,7 @@ def _source_notes(meta: Mapping[str, object]) -> list[str]:
 
 
 def meta_of(verb: str, snapshot: Snapshot) -> dict[str, object]:
-    """Where a report comes from."""
+    """Return where a report comes from."""
     return {
         "verb": verb,
         "slurm": snapshot.version,
@@ -116,7 +116,7 @@ def meta_of(verb: str, snapshot: Snapshot) -> dict[str, object]:
 
 
 def chosen_partitions(args: argparse.Namespace, snapshot: Snapshot) -> Collection[str] | None:
-    """The partitions that `-p` names; None for all.
+    """Return the partitions that `-p` names; None for all.
 
     Raises:
         UsageError: one does not exist.
@@ -134,7 +134,7 @@ def chosen_partitions(args: argparse.Namespace, snapshot: Snapshot) -> Collectio
 
 
 def chosen_nodes(args: argparse.Namespace, snapshot: Snapshot) -> Collection[str] | None:
-    """The nodes that `-w` names; None for all.
+    """Return the nodes that `-w` names; None for all.
 
     Raises:
         UsageError: it is no hostlist, or names a node that does not exist.

@@ -152,7 +152,7 @@ class SoleActor:
         self._has_lock = False
 
     def why_wait(self) -> str:
-        """Why another one acts; empty if this one does."""
+        """Return why another one acts; empty if this one does."""
         if self._lock is None:
             return why_elsewhere(self._slurm.controller(), socket.gethostname())
         if not self._has_lock:
@@ -165,7 +165,7 @@ class SoleActor:
 
 
 def why_elsewhere(controller: str, host: str) -> str:
-    """Why a packer on a host does not act; empty if it does.
+    """Return why a packer on a host does not act; empty if it does.
 
     Args:
         controller: the host whose slurmctld answers, by Slurm's name.
@@ -183,7 +183,7 @@ def why_elsewhere(controller: str, host: str) -> str:
 def checked_quotas(
     args: argparse.Namespace, slurm: PackingSlurm, snapshot: Snapshot
 ) -> Callable[[Snapshot], Quotas] | None:
-    """What tells the quotas from now on; None where the site has none.
+    """Return what tells the quotas from now on; None where the site has none.
 
     Raises:
         QuotaError: they cannot be read, or cannot be kept in this cluster.
@@ -288,7 +288,7 @@ def _see(args: argparse.Namespace) -> tuple[Snapshot, PackingView, PackingPlan, 
 
 
 def jobs_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], missing: str) -> Report:
-    """All jobs as a table."""
+    """Return all jobs as a table."""
     rows = [_row(job, waits.get(name, "")) for name, job in seen.jobs.items()]
     num_waiting = sum(bool(row["reason"]) for row in rows)
     lines = [f"{len(rows)} opportunistic job(s), {num_waiting} of them wait; {_gpus_in_words(seen.state)}"]
@@ -327,7 +327,7 @@ def _line(seen: PackingView, waits: Mapping[str, str]) -> tuple[Section, ...]:
 
 
 def quota_report(snapshot: Snapshot, seen: PackingView, name: str, waits: Mapping[str, str], missing: str) -> Report:
-    """A guaranteed job, and why it waits for quota."""
+    """Return a guaranteed job, and why it waits for quota."""
     decision = next((found for found in seen.quota.decisions if found.job.name == name), None)
     job = seen.quota.guaranteed[name]
     reason = waits.get(name, decision.reason if decision else "")
@@ -343,7 +343,7 @@ def quota_report(snapshot: Snapshot, seen: PackingView, name: str, waits: Mappin
 def job_report(
     snapshot: Snapshot, seen: PackingView, job: OpportunisticJob, waits: dict[str, str], missing: str
 ) -> Report:
-    """One job, and what each GPU says to it."""
+    """Return one job, and what each GPU says to it."""
     row = _row(job, waits.get(job.name, ""))
     asked = next((waiting for waiting in seen.state.waiting if waiting.job == job.name), None)
     found = verdicts(seen.state, asked, time.time()) if asked else []

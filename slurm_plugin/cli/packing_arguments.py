@@ -57,12 +57,14 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def named_partitions(files: Collection[Path] = _FILES) -> frozenset[str]:
-    """The partitions of opportunistic jobs by the environment, else by the site's files; none where nobody says."""
+    """Return the partitions of opportunistic jobs by the environment, else by the site's files; none where
+    nobody says.
+    """
     return _named(PARTITIONS_VARIABLE, files)
 
 
 def named_qos() -> frozenset[str]:
-    """The QOS of opportunistic jobs, in the same way."""
+    """Return the QOS of opportunistic jobs, in the same way."""
     return _named(QOS_VARIABLE, _FILES)
 
 
@@ -72,7 +74,7 @@ def _named(variable: str, files: Collection[Path]) -> frozenset[str]:
 
 
 def partitions_of(args: argparse.Namespace) -> frozenset[str]:
-    """The same, or those of `--partition`.
+    """Return the same, or those of `--partition`.
 
     Raises:
         UsageError: nobody names one.
@@ -86,7 +88,7 @@ def partitions_of(args: argparse.Namespace) -> frozenset[str]:
 
 
 def quotas_path(args: argparse.Namespace | None = None) -> Path | None:
-    """The site's file of quotas; None where there is none."""
+    """Return the site's file of quotas; None where there is none."""
     if args is not None and args.quotas is not None:
         return Path(args.quotas)
     texts = [os.environ.get(QUOTAS_VARIABLE), *(in_site_file(QUOTAS_VARIABLE, path) for path in _FILES)]
@@ -95,12 +97,12 @@ def quotas_path(args: argparse.Namespace | None = None) -> Path | None:
 
 
 def quota_file(path: Path, slurm: PackingSlurm, partitions: Collection[str]) -> QuotaFile:
-    """What reads it."""
+    """Return what reads it."""
     return QuotaFile(path, partitions, slurm.accounts)
 
 
 def gpu_readings(settings: SiteSettings) -> Callable[[], ShowGpus]:
-    """What asks the site daemon for the nodes' readings.
+    """Return what asks the site daemon for the nodes' readings.
 
     Args:
         settings: where it is.
@@ -135,7 +137,7 @@ def seen_by(
     partitions: frozenset[str],
     quotas: Path | None,
 ) -> tuple[PackingView, PackingPlan, str]:
-    """What anybody sees of what the packer sees, what it would decide, and what of that is missing.
+    """Return what anybody sees of what the packer sees, what it would decide, and what of that is missing.
 
     Args:
         snapshot: the cluster.
@@ -167,7 +169,7 @@ def seen_by(
 
 
 def reasons(seen: PackingView, plan: PackingPlan, missing: str) -> dict[str, str]:
-    """Why each job waits, by its name, in words for its owner."""
+    """Return why each job waits, by its name, in words for its owner."""
     found = {placement.job: f"it is to be placed on {where(placement.place)}" for placement in plan.placements}
     found |= {amiss.job.name: f"it is to wait again: {amiss.reason}" for amiss in seen.settlements}
     closed = {job.job for job in seen.state.waiting if job.closed}
@@ -181,7 +183,7 @@ def reasons(seen: PackingView, plan: PackingPlan, missing: str) -> dict[str, str
 
 
 def quota_reasons(quota: QuotaView) -> dict[str, str]:
-    """Why jobs that wait for quota wait, by name, in words for their owners."""
+    """Return why jobs that wait for quota wait, by name, in words for their owners."""
     found = dict(quota.reasons)
     for decision in quota.decisions:
         job = quota.guaranteed.get(decision.job.name)
@@ -191,13 +193,14 @@ def quota_reasons(quota: QuotaView) -> dict[str, str]:
 
 
 def upgrade_in_words(job: OpportunisticJob) -> str:
-    """Why a job that runs is still opportunistic although it was to be upgraded; empty if that was not tried."""
+    """Return why a job that runs is still opportunistic although it was to be upgraded; empty if that was not tried."""
     reason = why_not_upgraded(job)
     return f"its upgrade was given up, and is tried again: {reason}" if reason else ""
 
 
 def packing_reasons(snapshot: Snapshot, jobs: Collection[Job]) -> dict[str, str]:
-    """Why those of some jobs wait, or are not upgraded, that are opportunistic, by their labels; nothing of others.
+    """Return why those of some jobs wait, or are not upgraded, that are opportunistic, by their labels; nothing of
+    others.
 
     Args:
         snapshot: the cluster.
@@ -224,7 +227,7 @@ def packing_reasons(snapshot: Snapshot, jobs: Collection[Job]) -> dict[str, str]
 
 
 def guarded_reasons(held: Collection[Job]) -> dict[str, str]:
-    """Why held jobs wait on a host where nothing says which jobs are the packer's, by label; nothing of others.
+    """Return why held jobs wait on a host where nothing says which jobs are the packer's, by label; nothing of others.
 
     The guard has written it into those that it holds: a release would start them without a GPU, or be refused.
     """

@@ -108,7 +108,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def report_report(seen: Observation, samples: Sequence[Sample], prices: Prices | None = None) -> Report:
-    """The same figures as tables and JSON.
+    """Return the same figures as tables and JSON.
 
     Args:
         seen: the cluster now.
@@ -279,7 +279,7 @@ def run_serve(args: argparse.Namespace) -> int:
 def documents(
     reading: Reading, samples: list[Sample], refresh_s: int, prices: Prices | None = None
 ) -> Mapping[str, Document]:
-    """What is served after a reading."""
+    """Return what is served after a reading."""
     seen = reading.observation
     if seen is None:
         error = Document(

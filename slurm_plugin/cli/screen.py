@@ -24,7 +24,7 @@ def add_wide_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def width_of(args: argparse.Namespace) -> int | None:
-    """The width of the terminal; None where all is to be shown.
+    """Return the width of the terminal; None where all is to be shown.
 
     A pipe has room, whatever `COLUMNS` says: a program that uses readline sets it to 80 for those that it starts.
     """
@@ -32,7 +32,7 @@ def width_of(args: argparse.Namespace) -> int | None:
 
 
 def wants_color() -> bool:
-    """Whether colours are for this output: https://no-color.org."""
+    """Return whether colours are for this output: https://no-color.org."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 

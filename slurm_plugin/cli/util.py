@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def window_of(args: argparse.Namespace, snapshot: Snapshot) -> Window:
-    """The window that the arguments ask for; its end is never in the future.
+    """Return the window that the arguments ask for; its end is never in the future.
 
     Raises:
         UsageError: a time of another form, or an empty window.
@@ -105,7 +105,7 @@ def window_of(args: argparse.Namespace, snapshot: Snapshot) -> Window:
 
 
 def parse_time(option: str, text: str, now_s: float) -> float:
-    """Seconds since the epoch of a time as sacct takes it.
+    """Return seconds since the epoch of a time as sacct takes it.
 
     Raises:
         UsageError: another form.
@@ -121,7 +121,9 @@ def parse_time(option: str, text: str, now_s: float) -> float:
 
 
 def with_wait_shares(usages: tuple[Usage, ...], shares: dict[str, float]) -> list[Usage]:
-    """The runs; those that go on with the share of time that trainers wait. Components have other numbers in sacct."""
+    """Return the runs; those that go on with the share of time that trainers wait. Components have other numbers in
+    sacct.
+    """
     return [replace(usage, wait_share=None if usage.end_s else shares.get(usage.job)) for usage in usages]
 
 

@@ -59,7 +59,7 @@ def address_of(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def interval_of(args: argparse.Namespace) -> float:
-    """Seconds of `--interval`.
+    """Return seconds of `--interval`.
 
     Raises:
         UsageError: shorter than slurmctld should be asked.
@@ -71,5 +71,5 @@ def interval_of(args: argparse.Namespace) -> float:
 
 
 def watched_cluster(args: argparse.Namespace) -> Cluster:
-    """What to read in each interval. A reading of the site daemon counts if it was made within the last two."""
+    """Return what to read in each interval. A reading of the site daemon counts if it was made within the last two."""
     return cluster_of(args, max_age_s=2 * interval_of(args))

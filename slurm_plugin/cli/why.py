@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_jobs(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Job], Snapshot]:
-    """The records that job ids name, and the cluster. What the site daemon has not seen yet, slurmctld is asked for.
+    """Return the records that job ids name, and the cluster. What the site daemon has not seen yet, slurmctld is asked
+    for.
 
     Raises:
         UsageError: one is no job id.
@@ -83,7 +84,7 @@ def read_jobs(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Job]
 
 
 def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
-    """The records that a job id names.
+    """Return the records that a job id names.
 
     Raises:
         UsageError: it is no job id.
@@ -257,7 +258,7 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
 
 
 def told_lines(notices: JobReport) -> list[str]:
-    """What a job that runs tells of its memory and of its step."""
+    """Return what a job that runs tells of its memory and of its step."""
     lines = []
     for warning in notices.warnings:
         lines.append(f"memory    {printable(warning.text)}")

@@ -161,7 +161,7 @@ class Usage:
 
 
 def has_accounting(snapshot: Snapshot) -> bool:
-    """Whether sacct has something to say."""
+    """Return whether sacct has something to say."""
     return snapshot.config.get("AccountingStorageType", "").endswith("slurmdbd")
 
 
@@ -172,7 +172,7 @@ def from_sacct(
     end_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Usage, ...]:
-    """The jobs of all users of a cluster that ran within a window, asked for day by day.
+    """Return the jobs of all users of a cluster that ran within a window, asked for day by day.
 
     The cluster is named because sacct, unlike Slurm's other commands, does not act on SLURM_CLUSTERS: it would tell of
     the cluster of its slurm.conf.
@@ -206,7 +206,7 @@ def from_sacct(
 
 
 def sacct_rows(text: str, delimiter: str = FIELD_END, fields: Sequence[str] = SACCT_FIELDS) -> list[Row]:
-    """The lines of sacct, of jobs and of their steps. The name stands last, and may have line ends.
+    """Return the lines of sacct, of jobs and of their steps. The name stands last, and may have line ends.
 
     Raises:
         UnreadableAnswer: a line has another number of fields.
@@ -228,7 +228,7 @@ def sacct_rows(text: str, delimiter: str = FIELD_END, fields: Sequence[str] = SA
 
 
 def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
-    """The runs of jobs among the lines of sacct; how busy their GPUs were is in the lines of their steps.
+    """Return the runs of jobs among the lines of sacct; how busy their GPUs were is in the lines of their steps.
 
     A job that was requeued, or whose size was changed, has several runs under one number; a run that goes over midnight
     is in the answers for two days.
@@ -331,7 +331,7 @@ def _gpus(allocated: str) -> tuple[int, float]:
 def with_mig(
     usages: Sequence[Usage], snapshot: Snapshot, ask: Callable[[], Mapping[int, tuple[Gres, ...] | None]]
 ) -> tuple[Usage, ...]:
-    """The jobs of sacct, where its TRES name no type and MIG divides GPUs of their nodes: with what these were.
+    """Return the jobs of sacct, where its TRES name no type and MIG divides GPUs of their nodes: with what these were.
 
     A running job is as the queue has it. Of others slurmctld is asked, as long as it remembers them. Of those before,
     instances of one size leave no doubt; of several sizes each counts as the average of what the nodes have now.
@@ -366,7 +366,7 @@ def with_mig(
 
 
 def cpu_seconds(text: str) -> float:
-    """Seconds of `1-02:03:04`, `02:03:04` or `03:04.567`."""
+    """Return seconds of `1-02:03:04`, `02:03:04` or `03:04.567`."""
     if not text_or_empty(text):
         return 0.0
     match = _CPU_TIME.fullmatch(text)
@@ -390,7 +390,7 @@ class Times:
 
 
 def times_of_queue(environ: Mapping[str, str]) -> dict[int, Times]:
-    """The times of all jobs that slurmctld knows, ended ones that it remembers too, by their numbers.
+    """Return the times of all jobs that slurmctld knows, ended ones that it remembers too, by their numbers.
 
     squeue takes away the time in which a job was suspended (job_time_used in src/squeue/print.c, 22.05 to 26.05).
 
@@ -410,7 +410,8 @@ def times_of_queue(environ: Mapping[str, str]) -> dict[int, Times]:
 def from_queue(
     jobs: Sequence[Job], gpus_unknown: Collection[int] = (), times: Mapping[int, Times] | None = None, now_s: float = 0
 ) -> tuple[Usage, ...]:
-    """The jobs that squeue still shows, with those that have ended: what they held, and nothing of what they used.
+    """Return the jobs that squeue still shows, with those that have ended: what they held, and nothing of what they
+    used.
 
     Args:
         jobs: those.
@@ -456,7 +457,7 @@ _COMPANION = re.compile(r"(?:^|\s)hets:trainer=(\d+)(?:\s|$)")
 
 
 def job_place(job: str, environ: Mapping[str, str]) -> JobPlace:
-    """Where a job is, which `N`, `N+COMPONENT`, `N_TASK` or the number of a companion names.
+    """Return where a job is, which `N`, `N+COMPONENT`, `N_TASK` or the number of a companion names.
 
     Raises:
         SlurmCommandError: Slurm does not know it, or does not answer.
@@ -487,7 +488,7 @@ def _named_in_script(job_id: str, environ: Mapping[str, str]) -> str:
 
 
 def parse_place(text: str) -> JobPlace | None:
-    """The place in lines of id, own number, state, user and directory; of several components the first one's."""
+    """Return the place in lines of id, own number, state, user and directory; of several components the first one's."""
     found: dict[str, JobPlace] = {}
     for line in text.splitlines():
         job_id, own, state, user, directory = [*line.strip().split(" ", 4), "", "", "", ""][:5]
@@ -554,7 +555,7 @@ class JobUse:
 
 
 def recorded(jobs: Sequence[str], environ: Mapping[str, str], cluster: str) -> tuple[JobUse, ...]:
-    """What sacct knows of jobs; those that it does not know are left out.
+    """Return what sacct knows of jobs; those that it does not know are left out.
 
     Args:
         jobs: arguments that choose them, such as `--jobs=12`.
@@ -577,7 +578,7 @@ def recorded(jobs: Sequence[str], environ: Mapping[str, str], cluster: str) -> t
 
 
 def uses_of(rows: Iterable[Row]) -> tuple[JobUse, ...]:
-    """The jobs in the lines of sacct, with the most that one of their steps used.
+    """Return the jobs in the lines of sacct, with the most that one of their steps used.
 
     Raises:
         UnreadableAnswer: a value has another form.
@@ -623,7 +624,7 @@ def _memory_mb(step: Row) -> int | None:
 
 
 def of_queue(job: Job, usage: Usage) -> JobUse:
-    """A job that squeue shows: what it was given.
+    """Return a job that squeue shows: what it was given.
 
     Args:
         job: its record.
@@ -641,7 +642,7 @@ def of_queue(job: Job, usage: Usage) -> JobUse:
 
 
 def with_steps(uses: Sequence[JobUse], environ: Mapping[str, str]) -> tuple[tuple[JobUse, ...], str]:
-    """Jobs that run, with what their steps have used until now, and why that is not known; empty if it is.
+    """Return jobs that run, with what their steps have used until now, and why that is not known; empty if it is.
 
     sstat asks the nodes, which answer to the job's user, and to operators.
     """

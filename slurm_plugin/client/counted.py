@@ -50,7 +50,7 @@ class HeldResources:
 
 
 def counted(nodes: Iterable[Node]) -> Counted:
-    """What counts of some nodes."""
+    """Return what counts of some nodes."""
     total: dict[str, Any] = dict.fromkeys((field.name for field in fields(Counted)), 0)
     for node in nodes:
         for name, all_of_it, free in (
@@ -71,18 +71,18 @@ _HELD = {"cpus": "cpus_held", "gpus": "gpus_held", "mig": "mig_held", "memory_mb
 
 
 def cpus_asked(job: Job) -> int:
-    """The CPUs of a job on all nodes together, of a pending one with those that come with its GPUs."""
+    """Return the CPUs of a job on all nodes together, of a pending one with those that come with its GPUs."""
     return max(job.num_cpus, job.cpus_per_gpu * job.count("gpu")) if job.is_pending else job.num_cpus
 
 
 def memory_asked_mb(job: Job) -> int:
-    """Its memory, of a pending job with that of the CPUs that come with its GPUs."""
+    """Return its memory, of a pending job with that of the CPUs that come with its GPUs."""
     cpus = cpus_asked(job)
     return max(job.memory_mb, (job.memory_per_cpu_mb or 0) * cpus) if cpus > job.num_cpus else job.memory_mb
 
 
 def held_by(job: Job) -> HeldResources:
-    """What a job keeps others from having: nothing before it starts, and nothing as soon as it completes.
+    """Return what a job keeps others from having: nothing before it starts, and nothing as soon as it completes.
 
     One that is suspended keeps its GPUs and its memory, and gives its CPUs away (job_res_rm_job with
     JOB_RES_ACTION_SUSPEND; seen on 22.05, 24.11 and 26.05).
@@ -93,12 +93,14 @@ def held_by(job: Job) -> HeldResources:
 
 
 def whole_if_near(number: float) -> float:
-    """A number of GPUs or CPUs to be shown: parts that make up whole ones are whole."""
+    """Return a number of GPUs or CPUs to be shown: parts that make up whole ones are whole."""
     return round(number) if abs(number - round(number)) < 1e-6 else round(number, 4)
 
 
 def num_of_jobs(jobs: Iterable[Job]) -> int:
-    """How many jobs these records are: tasks of an array count one by one, components of a heterogeneous job do not."""
+    """Return how many jobs these records are: tasks of an array count one by one, components of a heterogeneous job do
+    not.
+    """
     alone, together = 0, set()
     for job in jobs:
         if job.het is None:

@@ -58,17 +58,17 @@ class FakeSlurm:
     seen: Snapshot = field(default_factory=lambda: Snapshot(0.0, "22.05.8", "fake", (), (), ()))
 
     def cluster(self, name: str = "") -> ClusterLimits:
-        """The facts it was made with."""
+        """Return the facts it was made with."""
         self._record("cluster", "sinfo", [name] if name else [])
         return self.facts
 
     def snapshot(self, *, details: bool = False) -> Snapshot:
-        """What it was told to say."""
+        """Return what it was told to say."""
         self._record("snapshot", "squeue", ["--json"] if details else [])
         return self.seen
 
     def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
-        """What the jobs of the snapshot held."""
+        """Return what the jobs of the snapshot held."""
         self._record("usages", "squeue", [str(start_s), str(end_s)])
         return from_queue(snapshot.jobs)
 
@@ -102,12 +102,12 @@ class FakeSlurm:
         self.waiting.remove(job_id)  # last: whoever asks meanwhile must not find it ended
 
     def find(self, key: str) -> str | None:
-        """The job that was submitted with this key."""
+        """Return the job that was submitted with this key."""
         self._record("find", "squeue", [key])
         return self.keys.get(key)
 
     def marked_jobs(self, mark: str) -> list[MarkedJob]:
-        """The jobs with this word in their comment of which a process runs."""
+        """Return the jobs with this word in their comment of which a process runs."""
         self._record("marked_jobs", "squeue", [mark])
         alive = [
             job_id for job_id, children in list(self.jobs.items()) if any(child.poll() is None for child in children)

@@ -40,11 +40,11 @@ class GpuDefaults:
         self._memory_mb = {node.name: node.memory_mb for node in nodes}
 
     def in_doubt(self, jobs: Iterable[Job]) -> frozenset[int]:
-        """The jobs of which nothing in their records says whether they ask for memory, such as all of a node."""
+        """Return the jobs of which nothing in their records says whether they ask for memory, such as all of a node."""
         return frozenset(job.job_id for job in jobs if self._mb_per_gpu(job) and self._asks_itself(job) is None)
 
     def with_defaults(self, jobs: Iterable[Job], asks_itself: Mapping[int, bool | None]) -> tuple[Job, ...]:
-        """The jobs, pending ones with what they get for each of their GPUs.
+        """Return the jobs, pending ones with what they get for each of their GPUs.
 
         Args:
             jobs: any.

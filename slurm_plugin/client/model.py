@@ -24,12 +24,12 @@ _PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 
 def num_tasks(text: str) -> int:
-    """How many tasks these are, one at least; of indices that are cut as many as are there."""
+    """Return how many tasks these are, one at least; of indices that are cut as many as are there."""
     return sum(1 if part.endswith(CUT) else _length(_numbers(part)) for part in _parts(text)) or 1
 
 
 def has_task(text: str, number: int) -> bool:
-    """Whether this is one of them; of indices that are cut those are known that are there."""
+    """Return whether this is one of them; of indices that are cut those are known that are there."""
     return any(number in _numbers(part) for part in _parts(text))
 
 
@@ -359,13 +359,13 @@ class Job:
         return num_tasks(self.array_tasks)
 
     def count(self, name: str) -> int:
-        """How many of one GRES it holds, or asks for, on all nodes together; of GPUs in doubt 1 at least."""
+        """Return how many of one GRES it holds, or asks for, on all nodes together; of GPUs in doubt 1 at least."""
         if name == "gpu" and self.gpus_requested is not None and self.gres_held is None:
             return self.gpus_requested
         return max(total(self.amounts(name), name), int(name == "gpu" and self.gpus_in_doubt))
 
     def cpus_on_nodes(self) -> Iterator[tuple[str, float]]:
-        """Each of its nodes with the CPUs that it holds there; on each as many where nothing says how many.
+        """Yield each of its nodes with the CPUs that it holds there; on each as many where nothing says how many.
 
         None while it is suspended; see `counted.held_by`.
         """
@@ -391,7 +391,7 @@ class Job:
         return any(gres.name == "gpu" and not gres.type and gres.count for gres in self.amounts("gpu"))
 
     def amounts(self, name: str) -> tuple[Gres, ...]:
-        """What of a GRES it holds, or asks for in one of the ways, on all nodes together."""
+        """Return what of a GRES it holds, or asks for in one of the ways, on all nodes together."""
         if self.gres_held is not None:
             return self.gres_held
         if total(self.gres_per_job, name):
@@ -404,7 +404,7 @@ class Job:
         return _times(self.gres_per_socket, self.num_nodes)
 
     def type_of(self, name: str) -> str:
-        """The type of a GRES that it insists on; empty if any will do."""
+        """Return the type of a GRES that it insists on; empty if any will do."""
         return next((gres.type for gres in self.gres_asked if gres.name == name and gres.type), "")
 
     @property
@@ -571,7 +571,7 @@ class Node:
         return self.gpus_free() + sum(gpu_share(kind) * self.devices_free(kind) for kind in self._mig_types())
 
     def gpu_share_free(self) -> float | None:
-        """Which share of its GPUs is free, MIG instances by their slices; None without GPUs."""
+        """Return which share of its GPUs is free, MIG instances by their slices; None without GPUs."""
         whole = self.gpus_with_mig()
         return self.gpus_with_mig_free() / whole if whole else None
 
@@ -734,11 +734,11 @@ class Cluster(Protocol):
     """What a cluster is read from: `CommandSlurm`, the site daemon, or a fake."""
 
     def snapshot(self) -> Snapshot:
-        """The cluster now, or a short time ago."""
+        """Return the cluster now, or a short time ago."""
 
 
 def is_resource_reason(reason: str) -> bool:
-    """Whether a pending job with this reason waits for resources or for its turn, and for nothing else."""
+    """Return whether a pending job with this reason waits for resources or for its turn, and for nothing else."""
     return reason in RESOURCE_REASONS or _says_no_room(reason)
 
 
@@ -747,7 +747,7 @@ def _says_no_room(reason: str) -> bool:
 
 
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:
-    """How many of one kind, of one type or of all."""
+    """Return how many of one kind, of one type or of all."""
     return sum(resource.count for resource in gres if resource.name == name and gres_type in ("", resource.type))
 
 
@@ -763,7 +763,7 @@ def _of_type(gres: Iterable[Gres], kind: str) -> int:
 
 @lru_cache(maxsize=1024)
 def gpu_share(gpu_type: str) -> float:
-    """Which share of a GPU something of this type is: 1, or less for a profile of MIG."""
+    """Return which share of a GPU something of this type is: 1, or less for a profile of MIG."""
     found = _MIG.search(gpu_type)
     if not found:
         return 1.0
@@ -778,7 +778,7 @@ def gpu_share(gpu_type: str) -> float:
 
 
 def names_of(uid: int) -> set[str]:
-    """How Slurm may name a user. A name that is a number is left out: it would be another user's."""
+    """Return how Slurm may name a user. A name that is a number is left out: it would be another user's."""
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -787,12 +787,12 @@ def names_of(uid: int) -> set[str]:
 
 
 def is_own(job: Job) -> bool:
-    """Whether a job is this user's: by number where Slurm tells it, as each host has its own list of names."""
+    """Return whether a job is this user's: by number where Slurm tells it, as each host has its own list of names."""
     return job.uid == os.geteuid() if job.uid is not None else job.user in names_of(os.geteuid())
 
 
 def uid_of(name: str) -> int | None:
-    """The user id of a name or number; None of a name that this host does not know."""
+    """Return the user id of a name or number; None of a name that this host does not know."""
     if name.isdecimal():
         return int(name)
     try:
@@ -802,7 +802,8 @@ def uid_of(name: str) -> int | None:
 
 
 def with_members(reservations: Iterable[Reservation], jobs: Iterable[Job]) -> tuple[Reservation, ...]:
-    """The reservations; of those that are of groups, with the users of pending jobs who are members on this host.
+    """Return the reservations; of those that are of groups, with the users of pending jobs who are members on this
+    host.
 
     Slurm names the groups alone, and slurmctld has a list of their members from its own host.
     """
@@ -823,7 +824,9 @@ def with_members(reservations: Iterable[Reservation], jobs: Iterable[Job]) -> tu
 
 
 def with_allowed_members(partitions: Iterable[Partition], jobs: Iterable[Job]) -> tuple[Partition, ...]:
-    """The partitions; of those that are for groups, with the users of pending jobs who are members on this host."""
+    """Return the partitions; of those that are for groups, with the users of pending jobs who are members on
+    this host.
+    """
     found = tuple(partitions)
     if not any(partition.allow_groups for partition in found):
         return found

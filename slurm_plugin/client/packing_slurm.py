@@ -41,7 +41,9 @@ class PackingSlurm(CommandSlurm):
     """Slurm's commands, for the packer. Its user needs an administrator's rights (decision 14)."""
 
     def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
-        """The notes in the jobs of these partitions, by the jobs' own numbers; also of jobs that have ended lately."""
+        """Return the notes in the jobs of these partitions, by the jobs' own numbers; also of jobs that have ended
+        lately.
+        """
         ends = parse_text.new_separators()
         argv = ["squeue", "--all", "--local", "--noheader", f"--partition={','.join(sorted(partitions))}"]
         said = self._ask(*argv, "--states=all", "-O", parse_text.job_format(_FIELDS, *ends))
@@ -55,7 +57,7 @@ class PackingSlurm(CommandSlurm):
         }
 
     def got(self, job_id: str) -> tuple[Gres, ...] | None:
-        """The GRES that a running job was given, on all nodes together; None where that is in doubt.
+        """Return the GRES that a running job was given, on all nodes together; None where that is in doubt.
 
         The request says nothing of it: 22.05 ignores some forms of it.
         """
@@ -74,7 +76,7 @@ class PackingSlurm(CommandSlurm):
         return tuple(self._ask("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=account").split())
 
     def controller(self) -> str:
-        """The host whose slurmctld answers: the first that is up, in the order in which they take over."""
+        """Return the host whose slurmctld answers: the first that is up, in the order in which they take over."""
         return parse_controller(self._ask("scontrol", "ping"))
 
     def submit_own(self, script: str, options: Sequence[str]) -> str:
@@ -90,7 +92,7 @@ class PackingSlurm(CommandSlurm):
         self._act(["scontrol", "requeuehold", job_id], job_id)
 
     def switches(self) -> dict[str, tuple[str, ...]]:
-        """The switches above each node, the highest first; of no node where the cluster does not tell."""
+        """Return the switches above each node, the highest first; of no node where the cluster does not tell."""
         try:
             return parse_topology(self._ask("scontrol", "show", "topology"))
         except SlurmCommandError as error:
@@ -104,7 +106,7 @@ class PackingSlurm(CommandSlurm):
 
 
 def parse_controller(text: str) -> str:
-    """The first host that is up, from lines such as `Slurmctld(primary) at ctl1 is UP`; empty if none is."""
+    """Return the first host that is up, from lines such as `Slurmctld(primary) at ctl1 is UP`; empty if none is."""
     found = re.search(r"^Slurmctld\(\S+\) at (\S+) is UP", text, re.MULTILINE)
     return found[1] if found else ""
 
@@ -128,7 +130,7 @@ def parse_gpu_spots(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def parse_topology(text: str) -> dict[str, tuple[str, ...]]:
-    """The switches above each node, from lines such as `SwitchName=s0 Level=0 LinkSpeed=1 Nodes=g[1-4]`."""
+    """Return the switches above each node, from lines such as `SwitchName=s0 Level=0 LinkSpeed=1 Nodes=g[1-4]`."""
     above: dict[str, list[tuple[int, str]]] = {}
     for line in text.splitlines():
         switch = re.match(r"SwitchName=(\S+) Level=(\d+) .*?Nodes=(\S+)", line)

@@ -195,7 +195,7 @@ class _NodesAnswer(msgspec.Struct):
 
 
 def parse_jobs(text: str | bytes) -> tuple[Job, ...]:
-    """The jobs of `squeue --json` or `scontrol show job --json`, with what they hold on each node.
+    """Return the jobs of `squeue --json` or `scontrol show job --json`, with what they hold on each node.
 
     One of which a part cannot be read is kept, as in `parse_text.parse_jobs`.
 
@@ -208,7 +208,7 @@ def parse_jobs(text: str | bytes) -> tuple[Job, ...]:
 
 
 def parse_nodes(text: str | bytes) -> tuple[Node, ...]:
-    """The nodes of `scontrol show node --json`, or of `sinfo --json` of 22.05.
+    """Return the nodes of `scontrol show node --json`, or of `sinfo --json` of 22.05.
 
     Raises:
         UnreadableAnswer: it is not that; newer versions group the nodes of `sinfo --json`.

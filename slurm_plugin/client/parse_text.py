@@ -76,7 +76,7 @@ _REASON = re.compile(rf"Reason=(?:(.*?) \[[^\s@\[\]]+@[^\s\[\]]+\]( {{10}}.*?)?{
 
 
 def new_separators() -> tuple[str, str]:
-    """What ends a field and what ends a record in one answer of Slurm's.
+    """Return what ends a field and what ends a record in one answer of Slurm's.
 
     Users write what they like into names, comments and paths, control characters too. What they cannot write is a word
     that is drawn anew for each call.
@@ -86,13 +86,13 @@ def new_separators() -> tuple[str, str]:
 
 
 def job_format(fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END) -> str:
-    """The value of `squeue -O` whose output `parse_jobs` and `parse_rows` read."""
+    """Return the value of `squeue -O` whose output `parse_jobs` and `parse_rows` read."""
     ends = [field_end] * (len(fields) - 1) + [record_end]
     return ",".join(f"{name}:{end}" for name, end in zip(fields, ends, strict=True))
 
 
 def parse_rows(text: str, fields: Sequence[str], field_end: str, record_end: str) -> Iterator[dict[str, str]]:
-    """The records that `squeue --noheader -O` printed, as they are.
+    """Yield the records that `squeue --noheader -O` printed, as they are.
 
     Raises:
         UnreadableAnswer: a record has another number of fields.
@@ -110,7 +110,7 @@ def parse_rows(text: str, fields: Sequence[str], field_end: str, record_end: str
 def parse_jobs(
     text: str, fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END
 ) -> tuple[Job, ...]:
-    """The jobs that `squeue --noheader -O` printed, those with a damaged part, too (`slurm_units.py`).
+    """Return the jobs that `squeue --noheader -O` printed, those with a damaged part, too (`slurm_units.py`).
 
     A record without a job's number, which no user writes, is left out and told.
 
@@ -124,7 +124,8 @@ def parse_jobs(
 
 
 def readable(records: Iterable[_R], read: Callable[[_R], _T]) -> tuple[_T, ...]:
-    """What is read of records; those that cannot be read are left out and told: users have a say in what they hold.
+    """Return what is read of records; those that cannot be read are left out and told: users have a say in what they
+    hold.
 
     Raises:
         UnreadableAnswer: none can be read.
@@ -226,7 +227,7 @@ def _least(text: str) -> int:
 
 
 def asks_memory_itself(per_gpu: str) -> bool | None:
-    """Whether a job asks for memory by nodes or CPUs: not with `--mem-per-gpu`, and None where nothing says so.
+    """Return whether a job asks for memory by nodes or CPUs: not with `--mem-per-gpu`, and None where nothing says so.
 
     The memory of a node or CPU of a job with `--mem-per-gpu` is 0, or that of a GPU (23.11 on), and says nothing.
 
@@ -238,7 +239,7 @@ def asks_memory_itself(per_gpu: str) -> bool | None:
 
 
 def most_nodes(likely: int, most: int) -> int | None:
-    """The most nodes that a pending job may get, from what Slurm tells as the most and as likely.
+    """Return the most nodes that a pending job may get, from what Slurm tells as the most and as likely.
 
     Of a job that set no limit it tells the likely number again (_print_job_max_nodes in src/squeue/print.c), and 23.02
     to 25.11 pack that in its place (_pack_default_job_details in src/slurmctld/job_mgr.c).
@@ -263,12 +264,15 @@ def exclusive_of(said: str) -> str:
 
 
 def parse_exclusive(text: str) -> dict[int, str]:
-    """The same from `scontrol --oneliner show job` of 26.05, by the numbers of jobs; empty where it is in doubt."""
+    """Return the same from `scontrol --oneliner show job` of 26.05, by the numbers of jobs; empty where it is
+    in doubt.
+    """
     return {job_id: word if word in _EXCLUSIVE else "" for job_id, word in said_of_jobs(text, "Exclusive").items()}
 
 
 def said_of_jobs(text: str, field: str) -> dict[int, str | None]:
-    """What a field says in each record of `scontrol --oneliner show job`; empty where it is not there, None in doubt.
+    """Return what a field says in each record of `scontrol --oneliner show job`; empty where it is not there, None in
+    doubt.
 
     A user can write a line end and a whole record, or a field, into the name of a job. Slurm's own stands beside it:
     what is said twice is in doubt.
@@ -281,7 +285,9 @@ def said_of_jobs(text: str, field: str) -> dict[int, str | None]:
 
 
 def records_of_jobs(text: str) -> dict[int, list[str]]:
-    """The lines of `scontrol --oneliner show job` by the numbers of jobs; several where a user has written one."""
+    """Return the lines of `scontrol --oneliner show job` by the numbers of jobs; several where a user has
+    written one.
+    """
     found: dict[int, list[str]] = {}
     for line in text.split("\n"):
         if match := _JOB_ID.match(line):
@@ -290,7 +296,7 @@ def records_of_jobs(text: str) -> dict[int, list[str]]:
 
 
 def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:
-    """The nodes that jobs exclude, by the jobs' numbers, from lines such as `8123 g[1-4]`."""
+    """Return the nodes that jobs exclude, by the jobs' numbers, from lines such as `8123 g[1-4]`."""
     found = {}
     for line in text.splitlines():
         job_id, _, nodes = line.strip().partition(" ")
@@ -326,7 +332,9 @@ def _per_cpu(row: Mapping[str, str], asked: Mapping[str, str]) -> int | None:
 
 
 def has_no_end(state: str, time_limit_s: float | None) -> bool:
-    """Whether the end that Slurm names means nothing: of a running job without a time limit it is a year away."""
+    """Return whether the end that Slurm names means nothing: of a running job without a time limit it is a year
+    away.
+    """
     return state in PENDING_STATES or (time_limit_s is None and state in ("RUNNING", "SUSPENDED"))
 
 
@@ -336,7 +344,7 @@ def _limit(time_s: float | None) -> float | None:
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
-    """The nodes of `scontrol --details --oneliner show node`; without details nothing says what is in use.
+    """Return the nodes of `scontrol --details --oneliner show node`; without details nothing says what is in use.
 
     Raises:
         UnreadableAnswer: a record lacks a value, or a value has another form.
@@ -378,7 +386,7 @@ def _node(row: Mapping[str, str]) -> Node:
 
 
 def cpus_per_core(cpus: int, layout: tuple[int, int, int]) -> int:
-    """How many CPUs a core is for Slurm: its threads, or 1 where the site counts cores."""
+    """Return how many CPUs a core is for Slurm: its threads, or 1 where the site counts cores."""
     cores = layout[0] * layout[1]
     return max(1, cpus // cores) if cores else 1
 
@@ -407,7 +415,7 @@ def node_states(names: Sequence[str]) -> frozenset[str]:
 
 
 def parse_partitions(text: str) -> tuple[Partition, ...]:
-    """The partitions of `scontrol --oneliner show partition`.
+    """Return the partitions of `scontrol --oneliner show partition`.
 
     Raises:
         UnreadableAnswer: a record lacks a value, or a value has another form.
@@ -443,7 +451,7 @@ def _partition(row: Mapping[str, str]) -> Partition:
 
 
 def job_default(name: str, text: str) -> int | None:
-    """One of the numbers in `DefCpuPerGPU=6,DefMemPerGPU=8000`; None if it is not there."""
+    """Return one of the numbers in `DefCpuPerGPU=6,DefMemPerGPU=8000`; None if it is not there."""
     found = re.search(rf"\b{name}=(\d+)", text)
     return int(found[1]) if found else None
 
@@ -455,13 +463,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The settings of `scontrol show config`; of those that it numbers, such as `Prolog[0]`, by these names."""
+    """Return the settings of `scontrol show config`; of those that it numbers, such as `Prolog[0]`, by these names."""
     found = (re.match(r"(\w+(?:\[\d+\])?)\s*=\s?(.*)", line) for line in text.split("\n"))
     return {match[1]: match[2].strip() for match in found if match}
 
 
 def record(line: str) -> dict[str, str]:
-    """The `Key=Value` pairs of a one-line record. Values may hold blanks; of a key given twice the first one counts.
+    """Return the `Key=Value` pairs of a one-line record. Values may hold blanks; of a key given twice the first one
+    counts.
 
     In what people write anything may stand: of that there is the reason, whole, and the rest is left out.
     """
@@ -510,7 +519,8 @@ _OF_ACCOUNT = frozenset({"AccountNotAllowed", "InvalidAccount"})
 
 
 def with_open_partitions(jobs: Iterable[Job], partitions: Iterable[Partition]) -> tuple[Job, ...]:
-    """The jobs; pending ones in several partitions without those that do not admit them, as long as others are left.
+    """Return the jobs; pending ones in several partitions without those that do not admit them, as long as others are
+    left.
 
     slurmctld looks at a job once for each partition, and shows the reason of the last (seen on 22.05, 24.11 and 26.05).
     Accounts count with those above them, of which nothing is known here: a rule of accounts is looked at where Slurm's
@@ -561,7 +571,7 @@ def _words(what: str, allowed: Collection[str], denied: Collection[str]) -> str:
 
 
 def why_closed(partition: Partition, job: Job) -> str:
-    """What keeps a job, or one that comes with it, from a partition, by all rules known here; empty if none."""
+    """Return what keeps a job, or one that comes with it, from a partition, by all rules known here; empty if none."""
     longest_s = partition.max_time_s
     if longest_s is not None and job.time_limit_s is not None and job.time_limit_s > longest_s:
         return f"{partition.name} has a shorter MaxTime"
@@ -586,13 +596,13 @@ def _is_against(name: str, allowed: Collection[str], denied: Collection[str]) ->
 
 
 def names_of(partitions: str) -> list[str]:
-    """The names in `scontrol --oneliner show partition` as sinfo writes them: the default one with `*`."""
+    """Return the names in `scontrol --oneliner show partition` as sinfo writes them: the default one with `*`."""
     found = re.findall(r"^PartitionName=(\S+)(.*)$", partitions, re.MULTILINE)
     return [f"{name}*" if " Default=YES" in more else name for name, more in found]
 
 
 def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str, PartitionLimits]:
-    """The limits of each partition, with the nodes that sinfo shows there.
+    """Return the limits of each partition, with the nodes that sinfo shows there.
 
     Args:
         sinfo: its lines, in `SINFO_FORMAT`. Where nodes of several sizes share a line, `+` follows the smallest: the
@@ -685,7 +695,7 @@ _CORES = re.compile(r" NodeName=(\S+) CoreIDs=(\S+)")
 
 
 def parse_reservations(text: str) -> tuple[Reservation, ...]:
-    """The reservations of nodes, in the order of their beginning.
+    """Return the reservations of nodes, in the order of their beginning.
 
     Raises:
         UnreadableAnswer: a record lacks a value, or a value has another form.
@@ -740,7 +750,7 @@ def _names_reservations(row: Mapping[str, str], field: str) -> tuple[str, ...]:
 def with_reservations(
     nodes: Iterable[Node], reservations: Sequence[Reservation], jobs: Iterable[Job] = ()
 ) -> tuple[Node, ...]:
-    """The nodes as jobs without a reservation see them.
+    """Return the nodes as jobs without a reservation see them.
 
     Those of a reservation that has begun are marked as such and have its name: 22.05 names none with a node. Of those
     of which it has some cores, what it keeps from others is no part any more: CPUs and GPUs that its jobs do not hold.
@@ -807,7 +817,7 @@ def _of_any_type(node: Node, gpus: int) -> tuple[Gres, ...]:
 
 
 def own_reservations(job: Job, reservations: Iterable[Reservation]) -> tuple[str, ...]:
-    """The names of the reservations that a job may use; an empty one where it may do without."""
+    """Return the names of the reservations that a job may use; an empty one where it may do without."""
     if job.reservation:
         return job.reservations
     admitting = (
@@ -830,7 +840,7 @@ def _admits(names: Sequence[str], name: str) -> bool:
 
 
 def seen_from(nodes: Iterable[Node], reservations: Sequence[Reservation], names: Collection[str]) -> tuple[Node, ...]:
-    """The nodes as jobs of some reservations see them: what these have there is theirs, and marked so.
+    """Return the nodes as jobs of some reservations see them: what these have there is theirs, and marked so.
 
     Args:
         nodes: see `with_reservations`.

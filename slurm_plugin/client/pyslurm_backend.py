@@ -57,7 +57,9 @@ class Answer(msgspec.Struct):
 
 
 def matches(release: tuple[int, int]) -> bool:
-    """Whether pyslurm is installed and of this release of Slurm, and its answers are known. Does not import it."""
+    """Return whether pyslurm is installed and of this release of Slurm, and its answers are known. Does not
+    import it.
+    """
     if release not in RELEASES:
         return False
     try:
@@ -68,7 +70,7 @@ def matches(release: tuple[int, int]) -> bool:
 
 
 def installed() -> str | None:
-    """The version of pyslurm beside hetstream, if there is one."""
+    """Return the version of pyslurm beside hetstream, if there is one."""
     try:
         return version("pyslurm")
     except PackageNotFoundError:
@@ -99,7 +101,7 @@ _SHARED = {"0": "NODE", "2": "USER", "3": "MCS"}
 
 
 def job_of(row: Row, reason: str) -> Job:
-    """A job from its record in the old interface and its reason in the new one."""
+    """Return a job from its record in the old interface and its reason in the new one."""
     read = Reading()
     asked = tres(row["tres_alloc_str"] or row["tres_req_str"] or "")
     num_cpus, memory_mb = int(row["num_cpus"]), read(megabytes, asked.get("mem", ""), 0)
@@ -178,7 +180,7 @@ def _few(row: Row, name: str) -> int:
 
 
 def node_of(row: Row, state: str, cpus: int) -> Node:
-    """A node from its record in the old interface, and state and effective CPUs of the new one."""
+    """Return a node from its record in the old interface, and state and effective CPUs of the new one."""
     states = node_states(state.split("+"))
     if 0 < row["alloc_cpus"] < cpus:  # scontrol works this out too
         states = states - {"IDLE", "ALLOCATED"} | {"MIXED"}

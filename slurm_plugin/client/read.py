@@ -81,7 +81,7 @@ def with_held_gpus(
     *,
     others_are_hidden: bool = False,
 ) -> tuple[Job, ...]:
-    """The jobs; those that are alone on all of their nodes hold what is in use there.
+    """Return the jobs; those that are alone on all of their nodes hold what is in use there.
 
     Args:
         jobs: running ones, and also ended ones and those that complete, of which the nodes say nothing any more.
@@ -105,7 +105,7 @@ def with_held_gpus(
 
 
 def in_question(jobs: Iterable[Job], nodes: Iterable[Node] | None, *, others_are_hidden: bool) -> frozenset[int]:
-    """Numbers of the running jobs of which only their own records say what GPUs they hold; see `with_held_gpus`.
+    """Return numbers of the running jobs of which only their own records say what GPUs they hold; see `with_held_gpus`.
 
     Args:
         jobs: all that are seen.
@@ -132,7 +132,7 @@ def _with(job: Job, used: Iterable[Gres]) -> Job:
 
 
 def with_shared_cpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition]) -> tuple[Job, ...]:
-    """The jobs, with which share of their CPUs counts as their own where a partition gives CPUs to several jobs.
+    """Return the jobs, with which share of their CPUs counts as their own where a partition gives CPUs to several jobs.
 
     A node of such a partition says how many CPUs are in use, each once: where several jobs are, they have them in
     proportion to what each was given there.
@@ -169,7 +169,8 @@ def with_shared_cpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Ite
 def spread_in_question(
     jobs: Iterable[Job], nodes: Iterable[Node], partitions: Iterable[Partition], reservations: Iterable[Reservation]
 ) -> frozenset[int]:
-    """Numbers of the running jobs of which a figure needs to know how many CPUs they have on each of their nodes.
+    """Return numbers of the running jobs of which a figure needs to know how many CPUs they have on each of their
+    nodes.
 
     squeue says how many on all together. It matters where several jobs are given the same CPUs, where a partition gives
     so many of a node and no more, and to a reservation of some cores.
@@ -188,7 +189,7 @@ def spread_in_question(
 
 
 def parts_of_cores_in_question(jobs: Iterable[Job], nodes: Iterable[Node], config: Mapping[str, str]) -> frozenset[int]:
-    """Numbers of the running jobs that may hold more CPUs than they have.
+    """Return numbers of the running jobs that may hold more CPUs than they have.
 
     With CR_CPU a job has as many as it asked for, and no other job is given what is left of its cores: the node counts
     all threads of those as in use (seen on 22.05, 24.11 and 26.05). With CR_Core the job itself has them.
@@ -200,7 +201,9 @@ def parts_of_cores_in_question(jobs: Iterable[Job], nodes: Iterable[Node], confi
 
 
 def knows_held_cpus(snapshot: Snapshot) -> bool:
-    """Whether who read it is told how many CPUs jobs keep others from, where those are not what Slurm allocated."""
+    """Return whether who read it is told how many CPUs jobs keep others from, where those are not what Slurm
+    allocated.
+    """
     shares = any(partition.jobs_per_cpu > 1 for partition in snapshot.partitions)
     has_parts = "CR_CPU" in snapshot.config.get("SelectTypeParameters", "").upper()
     return not (snapshot.without_nodes and (has_parts or shares)) and not (snapshot.hides_jobs and shares)
@@ -209,7 +212,8 @@ def knows_held_cpus(snapshot: Snapshot) -> bool:
 def with_shares(
     jobs: Iterable[Job], asked: Collection[int], text: str, parts_of_cores: Collection[int] = ()
 ) -> tuple[Job, ...]:
-    """The jobs, those that were asked about with what they hold on each node, where nothing leaves that in doubt.
+    """Return the jobs, those that were asked about with what they hold on each node, where nothing leaves that in
+    doubt.
 
     Args:
         jobs: all.
@@ -260,7 +264,8 @@ def _expanded(names: str) -> tuple[str, ...]:
 
 
 def with_closed_partitions(nodes: Iterable[Node], partitions: Iterable[Partition]) -> tuple[Node, ...]:
-    """The nodes; those of which no partition starts jobs have a word of ours among their states, which keeps jobs away.
+    """Return the nodes; those of which no partition starts jobs have a word of ours among their states, which keeps
+    jobs away.
 
     A partition that is not shown may start some.
     """
@@ -274,7 +279,7 @@ def with_closed_partitions(nodes: Iterable[Node], partitions: Iterable[Partition
 
 
 def with_gpu_shares(jobs: Sequence[Job], nodes: Sequence[Node]) -> tuple[Job, ...]:
-    """The jobs, with what each GPU without a type is on nodes that MIG divides.
+    """Return the jobs, with what each GPU without a type is on nodes that MIG divides.
 
     Slurm accounts for gres/gpu without types unless the site names each (AccountingStorageTRES). What is in use on the
     node, less what jobs hold that asked for a type, are the instances of the others; of an ended job it is all that the
@@ -303,7 +308,7 @@ def with_gpu_shares(jobs: Sequence[Job], nodes: Sequence[Node]) -> tuple[Job, ..
 def untyped_share(
     counts: Iterable[Mapping[str, Counter[str]]], nodes: Collection[str], num_gpus: float
 ) -> tuple[float, bool]:
-    """The share of a whole GPU that a GPU without a type is on average; and whether it is exactly that.
+    """Return the share of a whole GPU that a GPU without a type is on average; and whether it is exactly that.
 
     It is where all have the same share, or the job has all of them.
 
@@ -323,7 +328,7 @@ def untyped_share(
 
 
 def without_types(num_jobs: int) -> list[str]:
-    """The line about jobs whose GPUs count as an average; none where there are no such jobs."""
+    """Return the line about jobs whose GPUs count as an average; none where there are no such jobs."""
     if not num_jobs:
         return []
     return [
@@ -345,7 +350,7 @@ def _with_asked_types(job: Job) -> Job:
 
 
 def gpus_by_type(gres: Iterable[Gres]) -> Counter[str]:
-    """How many GPUs of each type; of none under the empty name."""
+    """Return how many GPUs of each type; of none under the empty name."""
     found = Counter[str]()
     for resource in gres:
         if resource.name == "gpu":
@@ -354,7 +359,9 @@ def gpus_by_type(gres: Iterable[Gres]) -> Counter[str]:
 
 
 def ended_on_whole_nodes(jobs: Iterable[Job], nodes: Iterable[Node]) -> frozenset[int]:
-    """Numbers of the ended jobs that had all CPUs of nodes with GPUs: with `--exclusive` they had all GPUs, too."""
+    """Return numbers of the ended jobs that had all CPUs of nodes with GPUs: with `--exclusive` they had all
+    GPUs, too.
+    """
     cpus = {node.name: node.cpus for node in nodes}
     gpus = {node.name for node in nodes if node.gpus or node.mig}
     return frozenset(
@@ -366,7 +373,9 @@ def ended_on_whole_nodes(jobs: Iterable[Job], nodes: Iterable[Node]) -> frozense
 
 
 def parse_held(text: str) -> dict[int, tuple[Gres, ...] | None]:
-    """What jobs held by their records of `scontrol --details --oneliner show job`; None where that is in doubt."""
+    """Return what jobs held by their records of `scontrol --details --oneliner show job`; None where that is in
+    doubt.
+    """
     found: dict[int, tuple[Gres, ...] | None] = {}
     for job_id, gres in said_of_jobs(text, "JOB_GRES").items():
         try:
@@ -377,7 +386,7 @@ def parse_held(text: str) -> dict[int, tuple[Gres, ...] | None]:
 
 
 def held_in_shares(jobs: Iterable[Job]) -> dict[int, tuple[Gres, ...] | None]:
-    """What running jobs hold by their shares; None where they have none."""
+    """Return what running jobs hold by their shares; None where they have none."""
     found: dict[int, tuple[Gres, ...] | None] = {}
     for job in jobs:
         held = Counter((gres.name, gres.type) for share in job.shares for gres in share.gres for _ in range(gres.count))
@@ -391,7 +400,8 @@ def with_told_gpus(
     held: Mapping[int, tuple[Gres, ...] | None],
     nodes: Iterable[Node] | None,
 ) -> tuple[tuple[Job, ...], frozenset[int]]:
-    """The jobs, with what their records say of those that were asked about, and the numbers of which that is unknown.
+    """Return the jobs, with what their records say of those that were asked about, and the numbers of which that is
+    unknown.
 
     Args:
         jobs: all.
@@ -431,12 +441,12 @@ class Licenses:
 
 
 def parse_licenses(text: str) -> dict[str, Licenses]:
-    """The licenses of `scontrol --oneliner show licenses`, by their names."""
+    """Return the licenses of `scontrol --oneliner show licenses`, by their names."""
     return {name: Licenses(int(free), int(reserved)) for name, _, _, free, reserved in _RECORD.findall(text)}
 
 
 def with_short_licenses(jobs: Iterable[Job], licenses: Mapping[str, Licenses]) -> tuple[Job, ...]:
-    """The jobs, with the names of the licenses of which too few are left."""
+    """Return the jobs, with the names of the licenses of which too few are left."""
     return tuple(
         replace(job, short_licenses=short)
         if job.licenses and job.waits_for_resources and (short := _short(job, licenses))
@@ -470,7 +480,9 @@ _ASKING_S = 10.0
 
 
 def hidden_by(config: Mapping[str, str]) -> str:
-    """The setting by which Slurm hides jobs, nodes, partitions or reservations from some users; empty if none does."""
+    """Return the setting by which Slurm hides jobs, nodes, partitions or reservations from some users; empty if none
+    does.
+    """
     private = config.get("PrivateData", "none")
     if set(private.lower().split(",")) - _HIDES_NOTHING_HERE:
         return f"PrivateData={private}"
@@ -479,12 +491,15 @@ def hidden_by(config: Mapping[str, str]) -> str:
 
 
 def hides_nodes(config: Mapping[str, str]) -> bool:
-    """Whether Slurm refuses plain users all that it knows of nodes, their own job's too (slurm_rpc_dump_nodes)."""
+    """Return whether Slurm refuses plain users all that it knows of nodes, their own job's too
+    (slurm_rpc_dump_nodes).
+    """
     return "nodes" in config.get("PrivateData", "none").lower().split(",")
 
 
 def hidden_from_me(config: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """The setting by which Slurm may hide a part of the cluster from this user; empty where this user sees all of it.
+    """Return the setting by which Slurm may hide a part of the cluster from this user; empty where this user sees all
+    of it.
 
     root, SlurmUser and operators do. Who is an operator slurmdbd says; where it does not say, this user counts as none.
     """
@@ -493,7 +508,7 @@ def hidden_from_me(config: Mapping[str, str], environ: Mapping[str, str]) -> str
 
 
 def sees_everything(config: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether this user is root, SlurmUser or an operator."""
+    """Return whether this user is root, SlurmUser or an operator."""
     uid = os.geteuid()
     number = re.search(r"\((\d+)\)", config.get("SlurmUser", ""))
     if uid == 0 or (number is not None and int(number[1]) == uid):
@@ -533,7 +548,7 @@ class CommandReader:
         self._pyslurm_failed = False
 
     def snapshot(self, *, details: bool = False, without_nodes: bool = False) -> Snapshot:
-        """The cluster now.
+        """Return the cluster now.
 
         Args:
             details: also what each running job holds on each of its nodes, which costs JSON of all jobs.
@@ -665,18 +680,18 @@ class CommandReader:
             return jobs
 
     def held_gpus(self) -> dict[int, tuple[Gres, ...] | None]:
-        """What jobs hold and held that slurmctld remembers, by their numbers; None where that is in doubt."""
+        """Return what jobs hold and held that slurmctld remembers, by their numbers; None where that is in doubt."""
         return parse_held(self._records())
 
     def _records(self) -> str:
         return self._run("scontrol", "--all", "--details", "--oneliner", "show", "job")
 
     def living_jobs(self, uid: int) -> dict[str, str]:
-        """Jobs of a user that are not over: id of each (of array tasks and components, their own) and state."""
+        """Return jobs of a user that are not over: id of each (of array tasks and components, their own) and state."""
         return {row["JobID"]: row["State"] for row in self._rows(uid, "JobID", "State")}
 
     def marked_jobs(self, mark: str, uid: int) -> list[MarkedJob]:
-        """Jobs of a user that are not over and have this word in their comment, whatever else stands there."""
+        """Return jobs of a user that are not over and have this word in their comment, whatever else stands there."""
         rows = self._rows(uid, "JobID", "State", "NumCPUs", "TimeUsed", "TimeLeft", "Comment")
         return [
             MarkedJob(
@@ -693,7 +708,9 @@ class CommandReader:
         ]
 
     def job_with(self, token: str, uid: int) -> str | None:
-        """The id, of an array or heterogeneous job as a whole, of this user's living job with a word in its comment."""
+        """Return the id, of an array or heterogeneous job as a whole, of this user's living job with a word in its
+        comment.
+        """
         for row in self._rows(uid, *SUBMISSION_FIELDS):
             if row["UserID"] == str(uid) and token in row["Comment"].split():
                 if whole(row["HetJobID"]):
@@ -708,7 +725,7 @@ class CommandReader:
         return parse_text.parse_rows(said, fields, *ends)
 
     def end_s(self, job_id: str) -> float | None:
-        """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
+        """Return when a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
         said = self._run("squeue", "--all", "--noheader", f"--jobs={job_id}", "--format=%e").split()
         return moment(said[0]) if said else None
 
@@ -750,7 +767,7 @@ class CommandReader:
 def with_turns(
     jobs: Iterable[Job], nodes: Iterable[Node], reservations: Iterable[Reservation] = (), hidden: str = ""
 ) -> tuple[Job, ...]:
-    """The jobs, with which of them Slurm says that nodes are not available which it keeps for jobs ahead.
+    """Return the jobs, with which of them Slurm says that nodes are not available which it keeps for jobs ahead.
 
     Behind a job that finds no room slurmctld takes all nodes of its partition for unavailable, and says of those that a
     job asks for by name that they are, or that they may be reserved for another job (schedule in job_scheduler.c,
@@ -780,7 +797,7 @@ def with_turns(
 
 
 def with_times_to_come(jobs: Iterable[Job], now_s: float) -> tuple[Job, ...]:
-    """The jobs, with when pending ones may begin for which Slurm still names resources or turns.
+    """Return the jobs, with when pending ones may begin for which Slurm still names resources or turns.
 
     A time that is set later (`scontrol update StartTime`) becomes a reason when slurmctld next builds its queue.
     """
@@ -793,7 +810,7 @@ def with_times_to_come(jobs: Iterable[Job], now_s: float) -> tuple[Job, ...]:
 
 
 def with_labels(jobs: tuple[Job, ...], config: Mapping[str, str]) -> tuple[Job, ...]:
-    """The jobs, with which of them share nodes with those of their MCS label alone, by the site's MCSParameters.
+    """Return the jobs, with which of them share nodes with those of their MCS label alone, by the site's MCSParameters.
 
     With `select` all do, with `noselect` none, otherwise those that say so (slurm_mcs_get_select in
     src/common/slurm_mcs.c).
@@ -807,7 +824,8 @@ def with_labels(jobs: tuple[Job, ...], config: Mapping[str, str]) -> tuple[Job, 
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without a user's own defaults, which would change what is printed: SQUEUE_FORMAT, SINFO_SORT.
+    """Return the environment without a user's own defaults, which would change what is printed: SQUEUE_FORMAT,
+    SINFO_SORT.
 
     Times are asked for in seconds since the epoch: local time has an hour twice each autumn.
     """

@@ -171,12 +171,14 @@ def failure_of(error: SlurmCommandError) -> Failure:
 
 
 def is_denied(error: SlurmCommandError) -> bool:
-    """Whether Slurm keeps this from the user (ESLURM_ACCESS_DENIED in slurm_errno.c, 22.05 to 26.05)."""
+    """Return whether Slurm keeps this from the user (ESLURM_ACCESS_DENIED in slurm_errno.c, 22.05 to 26.05)."""
     return "Access/permission denied" in error.stderr
 
 
 def is_of_scrontab(error: SlurmCommandError) -> bool:
-    """Whether Slurm refused because of a job of scrontab, which nobody can change, hold or requeue (slurm_errno.c)."""
+    """Return whether Slurm refused because of a job of scrontab, which nobody can change, hold or requeue
+    (slurm_errno.c).
+    """
     return "scrontab" in error.stderr
 
 

@@ -76,11 +76,11 @@ class CommandSlurm:
         self._reader = CommandReader(self._environ)
 
     def snapshot(self, *, details: bool = False) -> Snapshot:
-        """The cluster now; see `CommandReader.snapshot`."""
+        """Return the cluster now; see `CommandReader.snapshot`."""
         return self._reader.snapshot(details=details)
 
     def seen(self, *, details: bool = False) -> Snapshot:
-        """The same as far as Slurm tells this user of it: without nodes where it hides them."""
+        """Return the same as far as Slurm tells this user of it: without nodes where it hides them."""
         try:
             return self._reader.snapshot(details=details)
         except NodesHidden:
@@ -120,7 +120,9 @@ class CommandSlurm:
         )
 
     def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
-        """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
+        """Return what jobs held and used within a window, from accounting where the cluster has it; see
+        `accounting.py`.
+        """
         # Only here: each sbatch of a site with the Lua plugin imports this file.
         from hetstream.slurm_plugin.client.accounting import (
             from_queue,
@@ -170,11 +172,11 @@ class CommandSlurm:
         return with_retries(act, find=find, repeatable=False, sleep=self._sleep)
 
     def find(self, key: str) -> str | None:
-        """The job id of this user's submission with this key; None if no pending or running job has it."""
+        """Return the job id of this user's submission with this key; None if no pending or running job has it."""
         return self._reader.job_with(key_token(key), os.geteuid())
 
     def marked_jobs(self, mark: str) -> list[MarkedJob]:
-        """The jobs of this user that are not over and have this word in their comment."""
+        """Return the jobs of this user that are not over and have this word in their comment."""
         return self._reader.marked_jobs(mark, os.geteuid())
 
     def cancel(self, job_id: str) -> None:
@@ -228,7 +230,7 @@ class CommandSlurm:
         return address[1]
 
     def batch_script(self, job_id: str) -> bytes:
-        """The script of a job, as it was submitted. Slurm shows it to the job's user."""
+        """Return the script of a job, as it was submitted. Slurm shows it to the job's user."""
         with tempfile.TemporaryDirectory(prefix="hetstream-", dir=temporary_place()) as directory:
             path = Path(directory, "script")
             argv = ["scontrol", "write", "batch_script", job_id, str(path)]
@@ -238,21 +240,25 @@ class CommandSlurm:
             return path.read_bytes()
 
     def command(self, job_id: str) -> str:
-        """The script's path and its arguments, with a blank between them, as sbatch was given them."""
+        """Return the script's path and its arguments, with a blank between them, as sbatch was given them."""
         shown = run_slurm(["scontrol", "show", "job", job_id], env=self._environ, hint="Check: squeue --me").stdout
         found = re.search(r"^\s*Command=(.*)$", shown, re.MULTILINE)
         return found[1].strip() if found else ""
 
     def client_version(self) -> str:
-        """What Slurm's commands say that they are, such as `slurm-wlm 22.05.8`."""
+        """Return what Slurm's commands say that they are, such as `slurm-wlm 22.05.8`."""
         return run_slurm(["scontrol", "--version"], env=self._environ).stdout.strip()
 
     def living_jobs(self) -> dict[str, str]:
-        """The jobs of this user that are not over: id of each (of array tasks and components, their own) and state."""
+        """Return the jobs of this user that are not over: id of each (of array tasks and components, their own) and
+        state.
+        """
         return self._reader.living_jobs(os.geteuid())
 
     def is_running(self, job_id: str) -> bool:
-        """Whether all components of a job run, and nothing ends them; False where slurmctld does not say at once."""
+        """Return whether all components of a job run, and nothing ends them; False where slurmctld does not say at
+        once.
+        """
         argv = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
         try:
             states = run_slurm(argv, env=plain_environ(self._environ), timeout_s=_STATE_S).stdout.split()
@@ -262,7 +268,7 @@ class CommandSlurm:
         return bool(states) and {*states} <= {"RUNNING", "SIGNALING", "RESIZING"}
 
     def end_s(self, job_id: str) -> float | None:
-        """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
+        """Return when a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
         return self._reader.end_s(job_id)
 
     def start_step(
@@ -291,7 +297,8 @@ class CommandSlurm:
 
 
 def sbatch_takes_value(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether a long option of sbatch that is in no table, such as a SPANK plugin's, has its value in the next word.
+    """Return whether a long option of sbatch that is in no table, such as a SPANK plugin's, has its value in the next
+    word.
 
     sbatch is asked, and submits nothing: it ends with success where it comes to read --version, and in vain reads its
     empty standard input as a script where --version was the value.
@@ -308,7 +315,7 @@ def sbatch_takes_value(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def key_token(key: str) -> str:
-    """The word in a job's comment that says which submission it is.
+    """Return the word in a job's comment that says which submission it is.
 
     Raises:
         ValueError: the key is not one word of letters, digits and . _ : + -

@@ -26,13 +26,13 @@ _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
 
 
 def text_or_empty(value: str) -> str:
-    """The text itself, or nothing where Slurm writes a word for nothing."""
+    """Return the text itself, or nothing where Slurm writes a word for nothing."""
     return "" if value in NONE_WORDS else value
 
 
 @lru_cache(maxsize=4096)
 def seconds(value: str) -> float | None:
-    """Seconds of `3-02:03:04`, `02:03:04`, `5:00` (minutes and seconds) or `7` (minutes); None for no limit.
+    """Return seconds of `3-02:03:04`, `02:03:04`, `5:00` (minutes and seconds) or `7` (minutes); None for no limit.
 
     squeue writes INVALID for a limit above 365 days (_print_secs in src/squeue/print.c), which counts as none: a job
     without a limit has those 365 days when it runs.
@@ -50,7 +50,7 @@ def seconds(value: str) -> float | None:
 
 @lru_cache(maxsize=16384)
 def moment(value: str) -> float | None:
-    """Seconds since the epoch of `1795190415` (SLURM_TIME_FORMAT=%s) or `2026-11-20T16:00:15`; None for no time.
+    """Return seconds since the epoch of `1795190415` (SLURM_TIME_FORMAT=%s) or `2026-11-20T16:00:15`; None for no time.
 
     The second form is local time, in which an hour is there twice each autumn: its first one is meant then.
 
@@ -61,7 +61,8 @@ def moment(value: str) -> float | None:
 
 
 def moments(value: str) -> tuple[float, ...]:
-    """The moments that a time may mean: two within the hour that a clock change repeats or leaves out, otherwise one.
+    """Return the moments that a time may mean: two within the hour that a clock change repeats or leaves out, otherwise
+    one.
 
     Raises:
         ValueError: another form.
@@ -76,7 +77,9 @@ def moments(value: str) -> tuple[float, ...]:
 
 
 def local_time(moment_s: float) -> str:
-    """A moment as Slurm's commands take it, in local time; in seconds where local time would mean two moments."""
+    """Return a moment as Slurm's commands take it, in local time; in seconds where local time would mean two
+    moments.
+    """
     text = datetime.fromtimestamp(moment_s).strftime("%Y-%m-%dT%H:%M:%S")
     return text if len(moments(text)) == 1 else f"uts{moment_s:.0f}"
 
@@ -98,12 +101,12 @@ def megabytes(value: str) -> int:
 
 @lru_cache(maxsize=4096)
 def tres(value: str) -> dict[str, str]:
-    """The items of `cpu=2,mem=50M,node=1,billing=2`. Callers share the dict and must not change it."""
+    """Return the items of `cpu=2,mem=50M,node=1,billing=2`. Callers share the dict and must not change it."""
     return {} if value in NONE_WORDS else dict(item.split("=", 1) for item in value.split(",") if "=" in item)
 
 
 def whole(value: str, otherwise: int = 0) -> int:
-    """A whole number, or `otherwise` for Slurm's words for none; squeue writes `4K` for 4096 (convert_num_unit).
+    """Return a whole number, or `otherwise` for Slurm's words for none; squeue writes `4K` for 4096 (convert_num_unit).
 
     Raises:
         ValueError: it is neither.
@@ -125,7 +128,7 @@ _LAST_NUMBER = re.compile(r"(\D*)(\d+)")  # of a name backwards
 
 @lru_cache(maxsize=4096)
 def expand(hostlist: str) -> tuple[str, ...]:
-    """The hosts of a hostlist, in its order; Slurm's words for nothing (`(null)`, `None assigned`) are no hosts.
+    """Return the hosts of a hostlist, in its order; Slurm's words for nothing (`(null)`, `None assigned`) are no hosts.
 
     Raises:
         ValueError: brackets or ranges that are none.
@@ -140,7 +143,7 @@ def expand(hostlist: str) -> tuple[str, ...]:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """The shortest hostlist of these hosts, each once, ordered by name and number."""
+    """Return the shortest hostlist of these hosts, each once, ordered by name and number."""
     plain: set[str] = set()
     numbered: dict[tuple[str, str], set[str]] = {}
     for host in hosts:
@@ -262,7 +265,7 @@ _MOST_DEVICES = 1024
 
 @lru_cache(maxsize=8192)
 def parse_gres(text: str) -> tuple[Gres, ...]:
-    """The GRES that a string names; other trackable resources in it (`cpu=1`) are left out.
+    """Return the GRES that a string names; other trackable resources in it (`cpu=1`) are left out.
 
     Raises:
         ValueError: an item that has no form listed above.
@@ -275,7 +278,7 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
 
 @lru_cache(maxsize=8192)
 def known_gres(text: str) -> tuple[tuple[Gres, ...], tuple[str, ...]]:
-    """The same of what a user may have written: an item without a known form counts as one of its name.
+    """Return the same of what a user may have written: an item without a known form counts as one of its name.
 
     slurmctld takes more forms than it prints, such as `gpu: 1` and `gpu:x/y:0`. Whose name cannot be read is a GPU.
 
@@ -361,7 +364,7 @@ _BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)")
 
 @lru_cache(maxsize=4096)
 def alternatives(expression: str) -> tuple[str, ...]:
-    """The expressions of which all nodes of a job must meet the same one; none where no single node is kept out.
+    """Return the expressions of which all nodes of a job must meet the same one; none where no single node is kept out.
 
     Counts (`[a*2&b*4]`) say how many nodes of a job must have what, and so nothing of one node alone.
     """
@@ -377,12 +380,12 @@ def alternatives(expression: str) -> tuple[str, ...]:
 
 
 def for_one_node(expression: str) -> str:
-    """The same for a job of one node, of which all counts are one."""
+    """Return the same for a job of one node, of which all counts are one."""
     return re.sub(r"\*\d+", "", expression)
 
 
 def meets(expression: str, features: Collection[str]) -> bool:
-    """Whether a node with these features meets an expression without brackets."""
+    """Return whether a node with these features meets an expression without brackets."""
     met, operator = True, "&"
     outside: list[tuple[bool, str]] = []
     for token in _TOKENS.findall(expression):
@@ -440,14 +443,14 @@ class Reading:
             return otherwise
 
     def array_tasks(self, text: str) -> str:
-        """The indices of an array; those that are cut are said to be."""
+        """Return the indices of an array; those that are cut are said to be."""
         if CUT in text:
             cut = f"the indices {text[:_MOST_SHOWN]!r} of an array are cut: more tasks are pending than are counted"
             self.unreadable += (cut,)
         return text
 
     def gres(self, text: str) -> tuple[Gres, ...]:
-        """The GRES that a text names. What cannot be read of it counts as one, and may be any number."""
+        """Return the GRES that a text names. What cannot be read of it counts as one, and may be any number."""
         found, unreadable = known_gres(text)
         self.unreadable += tuple(reason[:_MOST_SHOWN] for reason in unreadable)
         self.gres_in_doubt |= bool(unreadable)

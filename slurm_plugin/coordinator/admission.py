@@ -93,7 +93,7 @@ class Agentless:
         return self.holder is not None and self.holder.job_class is JobClass.OPPORTUNISTIC
 
     def complaint(self, now_ns: int) -> str:
-        """Why its job is to be taken away; empty: it is not."""
+        """Return why its job is to be taken away; empty: it is not."""
         if not self._is_opportunistic:
             return ""
         if self.goes_on:
@@ -115,7 +115,7 @@ def agentless(
     holder_of: Callable[[int], Holder | None],
     now_ns: int,
 ) -> dict[int, Agentless] | None:
-    """The processes on a GPU that have no agent for it, by their numbers; None where nobody counts.
+    """Return the processes on a GPU that have no agent for it, by their numbers; None where nobody counts.
 
     Args:
         reading: what the GPU says.
@@ -192,17 +192,17 @@ class Admission(Protocol):
     """Says who may share a GPU."""
 
     def admit(self, peer: Peer, introduction: Introduction) -> Admitted:
-        """What the process is.
+        """Return what the process is.
 
         Raises:
             GpuJobRefused: it may not share this GPU.
         """
 
     def is_reserved(self, gpu: str) -> bool:
-        """Whether a guaranteed job has the GPU."""
+        """Return whether a guaranteed job has the GPU."""
 
     def holder_of(self, pid: int) -> Holder | None:
-        """Whose a process is that has not come; None: of no job that was given a GPU, or nobody knows."""
+        """Return whose a process is that has not come; None: of no job that was given a GPU, or nobody knows."""
 
     def check_guaranteed(self, gpu: str, job: str, others: Collection[str]) -> None:
         """Whether a process of a guaranteed job may come to a GPU.
@@ -292,7 +292,7 @@ class GrantedJobs:
 
 
 def slurm_job_of(pid: int) -> str | None:
-    """The Slurm job whose control group a process is in (proctrack/cgroup)."""
+    """Return the Slurm job whose control group a process is in (proctrack/cgroup)."""
     try:
         groups = Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:
@@ -399,7 +399,7 @@ class OwnJobs:
         return Admitted(printable(introduction.program or introduction.job), introduction.job_class)
 
     def is_reserved(self, gpu: str) -> bool:
-        """Whether a guaranteed job was there before the coordinator, and has not come to it."""
+        """Return whether a guaranteed job was there before the coordinator, and has not come to it."""
         return bool(self._awaited_on(gpu))
 
     def holder_of(self, pid: int) -> Holder | None:  # noqa: ARG002

@@ -123,12 +123,12 @@ _UNCOUNTED = 0.05
 
 
 def context_bytes(capacity_bytes: int) -> int:
-    """What a process holds on such a GPU at most before it has a tensor there."""
+    """Return what a process holds on such a GPU at most before it has a tensor there."""
     return min(_CONTEXT_BYTES, capacity_bytes // _CONTEXT_PART)
 
 
 def uncounted_bytes(capacity_bytes: int) -> int:
-    """How much more than it says a job may hold by the GPU's count."""
+    """Return how much more than it says a job may hold by the GPU's count."""
     return max(int(_UNCOUNTED * capacity_bytes), context_bytes(capacity_bytes))
 
 
@@ -140,12 +140,12 @@ _LEAST_RAISE = 0.02
 
 
 def left_bytes(capacity_bytes: int, peak_bytes: int) -> int:
-    """What a guaranteed job with such a peak leaves."""
+    """Return what a guaranteed job with such a peak leaves."""
     return max(0, capacity_bytes - peak_bytes - int(_HEADROOM * capacity_bytes))
 
 
 def demand_bytes(job: SharingJob, capacity_bytes: int) -> int:
-    """What a job would use of the GPU if there were no limit; all of it, as long as it has shown nothing."""
+    """Return what a job would use of the GPU if there were no limit; all of it, as long as it has shown nothing."""
     record = job.statistics
     if record is None or record.boundaries == 0:
         return capacity_bytes
@@ -153,7 +153,7 @@ def demand_bytes(job: SharingJob, capacity_bytes: int) -> int:
 
 
 def kept_bytes(job: SharingJob, capacity_bytes: int) -> int:
-    """The limit that a job keeps to, whoever has told it that; nothing, as long as it has not said so."""
+    """Return the limit that a job keeps to, whoever has told it that; nothing, as long as it has not said so."""
     return min(capacity_bytes, job.statistics.limit_bytes) if job.statistics else 0
 
 
@@ -170,7 +170,7 @@ def divided_memory(available_bytes: int, demands_bytes: Mapping[str, int]) -> di
 def stepwise_limits(
     capacity_bytes: int, before: Mapping[str, int], wanted: Mapping[str, int], may_rise: bool
 ) -> dict[str, int]:
-    """The way to new limits: down at once, up by a tenth of the GPU at a time, and never by little.
+    """Return the way to new limits: down at once, up by a tenth of the GPU at a time, and never by little.
 
     Args:
         capacity_bytes: of the GPU.
@@ -191,7 +191,7 @@ def stepwise_limits(
 
 
 def is_overdrawn(job: SharingJob, limit_bytes: int, capacity_bytes: int) -> bool:
-    """Whether a job holds more than it may, by its own count or by the GPU's."""
+    """Return whether a job holds more than it may, by its own count or by the GPU's."""
     said_bytes = job.statistics.held_bytes if job.statistics else 0
     return said_bytes > limit_bytes or (job.measured_bytes or 0) > limit_bytes + uncounted_bytes(capacity_bytes)
 
@@ -232,7 +232,9 @@ class MemoryTrial:
 def advance_trial(
     trial: MemoryTrial, capacity_bytes: int, demands: Mapping[str, int], jobs: tuple[SharingJob, ...]
 ) -> MemoryTrial:
-    """The next state: begun anew when other jobs are there, and one move further when the last one can be judged."""
+    """Return the next state: begun anew when other jobs are there, and one move further when the last one can be
+    judged.
+    """
     names = {job.name for job in jobs}
     if set(trial.tried) != names:
         limits = divided_memory(capacity_bytes, demands)
@@ -326,7 +328,7 @@ class OrderDecision:
 
 
 def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, OrderDecision]]:
-    """What all jobs of a GPU are to do, if none of them has processes on other GPUs (see `decide_all`).
+    """Return what all jobs of a GPU are to do, if none of them has processes on other GPUs (see `decide_all`).
 
     Args:
         state: what the call before returned.
@@ -372,7 +374,7 @@ def orders(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
 
 
 def believed(job: SharingJob, now_ns: int) -> SharingJob:
-    """The job without statistics that cannot be: what is in the future, below nothing, or beyond all bounds."""
+    """Return the job without statistics that cannot be: what is in the future, below nothing, or beyond all bounds."""
     record = job.statistics
     if record is None:
         return job
@@ -580,7 +582,7 @@ Decisions = dict[str, dict[str, OrderDecision]]
 def decide_all(
     states: Mapping[str, GpuState], seen: Mapping[str, Measurements], now_ns: int
 ) -> tuple[dict[str, GpuState], Decisions]:
-    """What all jobs of a node's GPUs are to do.
+    """Return what all jobs of a node's GPUs are to do.
 
     Args:
         states: what the call before returned, by the GPU's name.

@@ -44,7 +44,7 @@ class GpuReading:
     computing: Collection[int] = ()
 
     def held_by(self, pid: int) -> int | None:
-        """Memory that a process holds; None: nobody counts."""
+        """Return memory that a process holds; None: nobody counts."""
         return None if self.held_bytes is None else self.held_bytes.get(pid, 0)
 
 
@@ -97,7 +97,7 @@ class Gpu(Protocol):
         """Memory that jobs may hold together."""
 
     def reading(self) -> GpuReading:
-        """What it said last; never waits."""
+        """Return what it said last; never waits."""
 
     def close(self) -> None:
         """Stop looking at it."""
@@ -111,7 +111,7 @@ class StatedGpu:
     capacity_bytes: int
 
     def reading(self) -> GpuReading:
-        """Nobody counts."""
+        """Return an empty reading: nobody counts what is on it."""
         return GpuReading()
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class EmulatedGpu:
         self._read_s = -_READING_S
 
     def reading(self) -> GpuReading:
-        """What its file says, or said some milliseconds ago: it takes longer to read than to decide."""
+        """Return what its file says, or said some milliseconds ago: it takes longer to read than to decide."""
         now_s = time.monotonic()
         if now_s - self._read_s >= _READING_S:
             self._read_s = now_s
@@ -146,7 +146,7 @@ class EmulatedGpu:
 
 
 def open_gpu(text: str) -> Gpu:
-    """A GPU by its name: a UUID, `emulation:FILE`, or `NAME=BYTES` for one of that size.
+    """Return a GPU by its name: a UUID, `emulation:FILE`, or `NAME=BYTES` for one of that size.
 
     Raises:
         UsageError: it is neither.
@@ -183,7 +183,7 @@ _MIG_PREFIX = "MIG-"
 
 
 def load() -> ModuleType:
-    """The library, ready.
+    """Return the library, ready.
 
     Raises:
         UsageError: it is not installed, or there is no driver.
@@ -335,7 +335,7 @@ class ProcessState(enum.IntEnum):
 
 
 def driver() -> Any:
-    """The driver's library, which has what it takes.
+    """Return the driver's library, which has what it takes.
 
     Raises:
         HetstreamError: there is none, or it is too old.

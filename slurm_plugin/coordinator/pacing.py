@@ -82,7 +82,8 @@ class BatchHistory:
     beside: tuple[MiniBatch, ...] = ()
 
     def after(self, record: Statistics, *, is_alone: bool = False) -> BatchHistory:
-        """The history with the mini-batch of a record, if that is a new one. The first has no boundary before it.
+        """Return the history with the mini-batch of a record, if that is a new one. The first has no boundary before
+        it.
 
         Args:
             record: what the job says.
@@ -113,7 +114,7 @@ class BatchHistory:
         return replace(self, alone=(*self.alone, batch)[-_KEPT_ALONE:])
 
     def become_faster(self) -> BatchHistory:
-        """Nobody makes another job faster: it has become so by itself since most of its mini-batches alone."""
+        """Keep few mini-batches alone: nobody makes another job faster, so it has become so by itself since."""
         return replace(self, alone=self.alone[-_KEPT_WHEN_FASTER:], beside=(), fresh=0)
 
     def changed(self) -> BatchHistory:
@@ -121,7 +122,7 @@ class BatchHistory:
         return replace(self, fresh=-_IN_BETWEEN, beside=())
 
     def undisturbed(self) -> BatchHistory:
-        """Nobody was there to be told something else: the next mini-batch counts as any other one alone."""
+        """Go on where nobody was there to be told something else: the next mini-batch counts as any other one alone."""
         return replace(self, fresh=max(0, self.fresh))
 
     @property
@@ -139,14 +140,14 @@ class BatchHistory:
         return max(1, min(_JUDGED, _LONG_NS // max(1, self.recent[-1].duration_ns))) if self.recent else _JUDGED
 
     def pace_alone(self) -> BatchTime | None:
-        """The pace without others; None while there is too little to judge it by."""
+        """Return the pace without others; None while there is too little to judge it by."""
         durations = [batch.duration_ns for batch in self.alone]
         if len(durations) < _FEWEST or (len(durations) < _JUDGED and sum(durations) < _LONG_NS):
             return None
         return _mean(durations, _FAR * statistics.median(durations))
 
     def cost(self) -> BatchTime | None:
-        """How much longer a mini-batch takes beside others than alone; None while nothing is known.
+        """Return how much longer a mini-batch takes beside others than alone; None while nothing is known.
 
         Both parts of it are compared: the busy one, and the gap. Gaps differ by themselves, and on a GPU others do not
         make them longer; so they count only where chance does not explain it.
@@ -171,7 +172,7 @@ class BatchHistory:
         return max((batch.peak_bytes for batch in self.recent), default=0)
 
     def gap_quantile_ns(self, part: float) -> int:
-        """The length that gaps stay below in this share of the cases."""
+        """Return the length that gaps stay below in this share of the cases."""
         gaps = sorted(batch.gap_ns for batch in self.recent)
         return gaps[min(len(gaps) - 1, int(part * len(gaps)))] if gaps else 0
 
@@ -278,7 +279,7 @@ class Pacing:
         return _DEAR * TOLERANCE if is_dear else TOLERANCE
 
     def is_left_alone(self, number: int) -> bool:
-        """Whether nobody may launch after this boundary until the next one.
+        """Return whether nobody may launch after this boundary until the next one.
 
         Such boundaries are spread evenly, and have no period that the job's own mini-batches could have, too.
         """
@@ -286,7 +287,7 @@ class Pacing:
 
 
 def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Pacing:
-    """The state after a record of the guaranteed job.
+    """Return the state after a record of the guaranteed job.
 
     Args:
         pacing: the state before.
@@ -398,12 +399,12 @@ def open_until_ns(pacing: Pacing, record: Statistics, now_ns: int) -> int:
 
 
 def share_now(pacing: Pacing, record: Statistics) -> int:
-    """The share of the guaranteed job's busy time that others have in this mini-batch."""
+    """Return the share of the guaranteed job's busy time that others have in this mini-batch."""
     return 0 if pacing.is_left_alone(record.boundaries) else pacing.share
 
 
 def is_silent(pacing: Pacing, record: Statistics, now_ns: int) -> bool:
-    """Whether the guaranteed job has been at one mini-batch for much longer than it takes."""
+    """Return whether the guaranteed job has been at one mini-batch for much longer than it takes."""
     usual_ns = pacing.alone.mean_ns if pacing.alone else 0
     return not record.is_idle and now_ns - record.updated_ns > _SILENT_FACTOR * usual_ns + _SILENT_NS
 

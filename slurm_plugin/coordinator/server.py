@@ -83,7 +83,7 @@ class Crowds:
         self._users: dict[int, _User] = {}
 
     def may_enter(self, uid: int, now_s: float) -> bool:
-        """Whether a user may have another connection now, which is counted."""
+        """Return whether a user may have another connection now, which is counted."""
         user = self._user(uid, now_s)
         user.left = min(float(self._most), user.left + (now_s - user.at_s) * self._per_s)
         user.at_s = now_s
@@ -93,7 +93,7 @@ class Crowds:
         return True
 
     def turned_away(self, uid: int, why: str, now_s: float) -> str:
-        """What to say of a connection that was refused; empty if it is only counted."""
+        """Return what to say of a connection that was refused; empty if it is only counted."""
         user = self._user(uid, now_s)
         if user.said_s is not None and now_s - user.said_s < self._said_s:
             user.num_unsaid, user.last = user.num_unsaid + 1, why
@@ -102,7 +102,7 @@ class Crowds:
         return why
 
     def to_say(self, now_s: float) -> list[str]:
-        """What was counted and is to be said by now. Who has long been away is forgotten."""
+        """Return what was counted and is to be said by now. Who has long been away is forgotten."""
         lines = []
         for uid, user in list(self._users.items()):
             if user.said_s is not None and now_s - user.said_s < self._said_s:
@@ -182,7 +182,7 @@ class _SharedGpu:
     is_work_written: bool = False
 
     def work_of(self, *, writes: bool) -> int:
-        """The descriptor of the page in which the guaranteed job's first process says that it is busy."""
+        """Return the descriptor of the page in which the guaranteed job's first process says that it is busy."""
         if writes:
             self.end_work()
             self.is_work_written = True

@@ -155,7 +155,7 @@ def gpu_row(
     agentless: Collection[Agentless] | None,
     now_ns: int,
 ) -> GpuRow:
-    """The row of one GPU.
+    """Return the row of one GPU.
 
     Args:
         gpu: it.
@@ -192,7 +192,9 @@ def gpu_row(
 
 
 def of_user(rows: Sequence[GpuRow], uid: int) -> tuple[GpuRow, ...]:
-    """What one user may see: of the processes his own. How busy a GPU is, whoever runs on it can tell by himself."""
+    """Return what one user may see: of the processes his own. How busy a GPU is, whoever runs on it can tell by
+    himself.
+    """
     return tuple(
         msgspec.structs.replace(row, processes=tuple(process for process in row.processes if process.uid == uid))
         for row in rows
@@ -200,7 +202,7 @@ def of_user(rows: Sequence[GpuRow], uid: int) -> tuple[GpuRow, ...]:
 
 
 def read_table(text: bytes) -> GpuTable:
-    """A table in the form in which it is sent.
+    """Return a table in the form in which it is sent.
 
     Raises:
         HetstreamError: it is of another version, or no table.
@@ -295,7 +297,7 @@ class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="a
 
 
 def asks_to_look(message: bytes) -> bool:
-    """Whether the first message of a connection asks for the table.
+    """Return whether the first message of a connection asks for the table.
 
     Raises:
         GpuJobRefused: it does, and is of another version.
@@ -310,7 +312,7 @@ def asks_to_look(message: bytes) -> bool:
 
 
 def sealed_file(text: bytes) -> int:
-    """A descriptor of a memory file with this text, which nobody can change."""
+    """Return a descriptor of a memory file with this text, which nobody can change."""
     descriptor = os.memfd_create("hetstream-gpu-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         written = 0
@@ -384,7 +386,7 @@ class GpuWatch:
         self._paused = paused
 
     def report(self, table: GpuTable) -> ReportGpus:
-        """What is told after `see` of the same table."""
+        """Return what is told after `see` of the same table."""
         rows = [row for row in table.gpus if row.gpu in self._numbers]
         return ReportGpus(self._node, tuple(self._gpu(row, table.taken_s) for row in rows[:MAX_GPUS]))
 

@@ -26,7 +26,7 @@ _UNCOUNTED_MB = 1 << 50
 
 
 def pool_partitions(snapshot: Snapshot, chosen: Collection[str] | None) -> tuple[str, ...]:
-    """The partitions whose CPUs are divided: those chosen that exist, else those without GPUs, else all."""
+    """Return the partitions whose CPUs are divided: those chosen that exist, else those without GPUs, else all."""
     with_gpus = {name for node in snapshot.nodes if node.gpu_types for name in node.partitions}
     names = {partition.name for partition in snapshot.partitions}
     return tuple(sorted(names & set(chosen) if chosen is not None else names - with_gpus or names))
@@ -69,13 +69,13 @@ class FreeCpus:
         return usable_cpus(free.tolist(), {size.cpus for size in sizes}) + self.held
 
     def num_workers(self, size: WorkerSize) -> int:
-        """How many companions of this size all nodes hold, were those that are there given back."""
+        """Return how many companions of this size all nodes hold, were those that are there given back."""
         each = room_on_nodes(self.free + self.companions, self.free_mb + self.companions_mb, *size)
         return int(each.sum())
 
 
 def pool_room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mapping[str, str]) -> FreeCpus:
-    """The room in these partitions.
+    """Return the room in these partitions.
 
     Args:
         snapshot: the cluster.
@@ -118,7 +118,7 @@ def pool_room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mappin
 
 
 def free_memory_mb(snapshot: Snapshot, nodes: Sequence[Node]) -> Ints:
-    """What jobs can still be given of each node; more than any node has, where Slurm does not count memory."""
+    """Return what jobs can still be given of each node; more than any node has, where Slurm does not count memory."""
     # Such a cluster may not even say how much its nodes have (RealMemory is 1 then).
     # 22.05 writes CR_Core_Memory, 24.11 CR_CORE_MEMORY.
     if "MEMORY" not in snapshot.config.get("SelectTypeParameters", "").upper():
@@ -158,12 +158,13 @@ _MOST_BYTES_PER_S = 1e13
 
 
 def sent_bytes_per_s(measured: Measured) -> float:
-    """What all data workers of a job send now."""
+    """Return what all data workers of a job send now."""
     return min((measured.step_bytes or 0.0) * measured.steps_per_s, _MOST_BYTES_PER_S)
 
 
 def bytes_per_worker_s(measured: Measured, cpus: int, num_workers: int) -> float:
-    """What each of a number of data workers would send: as much as it makes, but together no more than trainers take.
+    """Return what each of a number of data workers would send: as much as it makes, but together no more than trainers
+    take.
 
     Args:
         measured: of the job.
@@ -178,7 +179,7 @@ def bytes_per_worker_s(measured: Measured, cpus: int, num_workers: int) -> float
 def traffic(
     snapshot: Snapshot, rows: Mapping[str, int], leaders: Mapping[str, Job], bytes_per_s: Mapping[str, float]
 ) -> Floats:
-    """What crosses each node's link, in and out, shape (nodes,).
+    """Return what crosses each node's link, in and out, shape (nodes,).
 
     Args:
         snapshot: the cluster.
@@ -270,7 +271,7 @@ class Preference:
     def nodes(
         self, trainer_nodes: Collection[str], size: WorkerSize, count: int, bytes_per_s: float
     ) -> tuple[str, ...]:
-        """One name for each data worker that finds a place.
+        """Return one name for each data worker that finds a place.
 
         Args:
             trainer_nodes: where the job's trainers run.

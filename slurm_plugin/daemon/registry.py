@@ -68,7 +68,7 @@ class WorkersHeld:
 
 
 def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Collection[str]) -> dict[str, WorkersHeld]:
-    """What each of these jobs has. A companion says itself whose it is, so it must be of the same user.
+    """Return what each of these jobs has. A companion says itself whose it is, so it must be of the same user.
 
     Args:
         snapshot: the cluster.
@@ -96,7 +96,7 @@ def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Coll
 
 
 def companions_of_jobs(snapshot: Snapshot, owners: Mapping[str, Job]) -> dict[str, tuple[CompanionSeen, ...]]:
-    """The companions of each of these jobs, those that wait in the queue among them.
+    """Return the companions of each of these jobs, those that wait in the queue among them.
 
     Args:
         snapshot: the cluster.
@@ -121,7 +121,8 @@ class WorkClaim(NamedTuple):
 
 
 def claim_of(report: ReportDemand, held: WorkersHeld, is_silent: bool) -> WorkClaim:
-    """What a policy is told of a job: its report, as far as Slurm bears it out. To want much gives no right to it.
+    """Return what a policy is told of a job: its report, as far as Slurm bears it out. To want much gives no right to
+    it.
 
     Args:
         report: its last one.
@@ -139,7 +140,7 @@ def claim_of(report: ReportDemand, held: WorkersHeld, is_silent: bool) -> WorkCl
 
 
 def memory_of(report: ReportDemand, held: WorkersHeld) -> int:
-    """Memory of one of a job's data workers in MB; 0 where neither it nor Slurm says how much that is."""
+    """Return memory of one of a job's data workers in MB; 0 where neither it nor Slurm says how much that is."""
     said_mb = (report.measured.worker_memory_mb or 0) if report.measured else 0
     real_mb = -(-held.companion_memory_mb // held.num_companions) if held.num_companions else 0
     return max(said_mb, real_mb)
@@ -151,7 +152,9 @@ def own_minimum(report: ReportDemand, held: WorkersHeld) -> int:
 
 
 def first_grant(report: ReportDemand, held: WorkersHeld) -> int:
-    """What a job may have until the shares are divided: what it says that it has, as far as Slurm knows of it."""
+    """Return what a job may have until the shares are divided: what it says that it has, as far as Slurm knows
+    of it.
+    """
     minimum = own_minimum(report, held)
     return max(minimum, min(report.current, minimum + held.num_companions))
 
@@ -214,7 +217,8 @@ def _curve_of(points: tuple[SpeedPoint, ...], ideal_steps_per_s: float, gpus: fl
 
 
 def assumed_curve(wanted_cpus: float, gpus: float, cpus_per_gpu: float) -> Curve:
-    """The curve of a job that has measured nothing: by the machines' ratio, so that to want much gives no right to it.
+    """Return the curve of a job that has measured nothing: by the machines' ratio, so that to want much gives no right
+    to it.
 
     Args:
         wanted_cpus: of all data workers that it wants.
@@ -293,7 +297,7 @@ class JobTimes:
         return cls(changed, starved, promises, touched)
 
     def times(self, jobs: Iterable[str]) -> dict[str, Times]:
-        """Those of these jobs of which there are any."""
+        """Return those of these jobs of which there are any."""
         found = {job: Times(self.changed.get(job), self.starved.get(job)) for job in jobs}
         return {job: times for job, times in found.items() if times != Times()}
 
@@ -312,7 +316,7 @@ def table_of(
     now_s: float,
     silent_after_s: float,
 ) -> JobTable:
-    """One row a job.
+    """Return one row a job.
 
     Args:
         jobs: in ascending order of their ids.
@@ -362,13 +366,13 @@ def table_of(
 
 
 def pool_of(jobs: Sequence[Registered], cpus: int, settings: PolicySettings) -> Pool:
-    """The pool with the caps of the users and tenants of these jobs."""
+    """Return the pool with the caps of the users and tenants of these jobs."""
     users, tenants = codes_of(jobs)
     return Pool(cpus, caps_of(tenants, settings.tenant_caps), caps_of(users, settings.user_caps))
 
 
 def with_room(table: JobTable, num_workers: Sequence[int]) -> JobTable:
-    """The table in which no job may have more than nodes have room for.
+    """Return the table in which no job may have more than nodes have room for.
 
     Args:
         table: the jobs.
@@ -379,7 +383,7 @@ def with_room(table: JobTable, num_workers: Sequence[int]) -> JobTable:
 
 
 def codes_of(jobs: Sequence[Registered]) -> tuple[dict[str, int], dict[str, int]]:
-    """Numbers of the users and of the tenants, in the order of their names."""
+    """Return numbers of the users and of the tenants, in the order of their names."""
     users = {name: code for code, name in enumerate(sorted({job.user for job in jobs}))}
     tenants = {name: code for code, name in enumerate(sorted({job.account for job in jobs}))}
     return users, tenants
@@ -599,7 +603,7 @@ class Registry:
         return self.decide(now_s)
 
     def would_change(self, settings: PolicySettings, now_s: float) -> tuple[Change, ...]:
-        """What would follow from other settings, which are not taken.
+        """Return what would follow from other settings, which are not taken.
 
         Raises:
             PolicyError: the policy gives out what it must not.
@@ -615,7 +619,7 @@ class Registry:
         )
 
     def now(self, names: Collection[str] | None, job: str, now_s: float) -> tuple[JobNow, ...]:
-        """What the policy is told of the jobs of one user, or of all; of one job if it is named."""
+        """Return what the policy is told of the jobs of one user, or of all; of one job if it is named."""
         jobs = self._in_order()
         table = table_of(jobs, self._held, self._since, self.settings, now_s, self._silent_s())
         speeds = speed_at(table, (table.current * table.cpus).astype(float)).tolist()
@@ -696,7 +700,7 @@ class Registry:
         )
 
     def promises(self, jobs: Iterable[str]) -> dict[str, Promise]:
-        """What those of these jobs have promised that have claimed anything."""
+        """Return what those of these jobs have promised that have claimed anything."""
         return self._since.promises.of(jobs)
 
     def times(self, jobs: Iterable[str]) -> dict[str, Times]:
@@ -708,7 +712,7 @@ class Registry:
         return {job.job: job.report.wait_share for job in self.jobs.values() if job.report.wait_share is not None}
 
     def status(self, names: Collection[str] | None, now_s: float) -> tuple[JobStatus, ...]:
-        """The jobs of one user, or of all."""
+        """Return the jobs of one user, or of all."""
         return tuple(
             JobStatus(
                 job.job, job.user, job.report.minimum, job.report.current, job.report.wanted, job.report.cpus,

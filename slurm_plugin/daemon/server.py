@@ -124,7 +124,7 @@ class GpuReadings:
         self._reports: dict[str, tuple[float, ReportGpus]] = {}
 
     def trusts(self, uid: int) -> bool:
-        """Whether a user may tell, and see all."""
+        """Return whether a user may tell, and see all."""
         return uid in self._trusted
 
     def report(self, uid: int, report: ReportGpus, now_s: float) -> TakeGpus | RefuseGpus:
@@ -144,7 +144,7 @@ class GpuReadings:
         return TakeGpus(REPORT_S)
 
     def show(self, uid: int, hidden: str, wait_shares: Mapping[str, float], now_s: float) -> ShowGpus | RefuseGpus:
-        """All readings.
+        """Return all readings.
 
         Args:
             uid: of who asks. How jobs fare, a user is told of his own alone.

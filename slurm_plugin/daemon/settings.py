@@ -176,7 +176,7 @@ class Promises:
         self._kept = dict(kept or {})
 
     def believed(self, table: JobTable, jobs: Sequence[str], speed: Floats, left_s: Floats, now_s: float) -> JobTable:
-        """The table with what is believed instead of what is claimed; the promises are brought up to date.
+        """Return the table with what is believed instead of what is claimed; the promises are brought up to date.
 
         Args:
             table: with what jobs claim.
@@ -204,7 +204,7 @@ class Promises:
         return replace(table, remaining_s=remaining_s, remaining_sigma=sigma, total_s=total_s)
 
     def of(self, jobs: Iterable[str]) -> dict[str, Promise]:
-        """What those of these jobs have promised that have claimed anything."""
+        """Return what those of these jobs have promised that have claimed anything."""
         return {job: self._kept[job] for job in jobs if job in self._kept}
 
     def forget(self, job: str) -> None:
@@ -213,5 +213,5 @@ class Promises:
 
 
 def claim_s(ideal_steps_per_s: float, remaining: RemainingWork) -> float:
-    """What a job claims to have left, in seconds at full speed."""
+    """Return what a job claims to have left, in seconds at full speed."""
     return remaining.steps / ideal_steps_per_s

@@ -58,7 +58,7 @@ class _StateFile(DatabaseFile):
             raise DaemonStateError(f"{self} is damaged: {'; '.join(found[:3])}. Move it away: {self.AFRESH}")
 
     def jobs(self) -> list[Registered]:
-        """All jobs that are remembered.
+        """Return all jobs that are remembered.
 
         Raises:
             DaemonStateError: the file is damaged.
@@ -75,7 +75,7 @@ class _StateFile(DatabaseFile):
             return jobs
 
     def settings(self) -> PolicySettings:
-        """Which policy divides; the usual one where nobody has set any.
+        """Return which policy divides; the usual one where nobody has set any.
 
         Raises:
             DaemonStateError: the file is damaged, or names a policy that this release does not have.
@@ -160,7 +160,7 @@ class Store(_StateFile):
         )
 
     def promises(self) -> dict[str, Promise]:
-        """What the jobs that are remembered have claimed of their remaining work.
+        """Return what the jobs that are remembered have claimed of their remaining work.
 
         What can be no promise is said and left out, and those jobs begin anew. An older daemon has left none.
 
@@ -236,7 +236,7 @@ class Store(_StateFile):
         reach("daemon.after_commit")
 
     def decisions(self, users: Collection[str] | None, job: str, limit: int) -> tuple[DecisionTaken, ...]:
-        """The latest decisions, the last one first. What can be no decision is said once and left out.
+        """Return the latest decisions, the last one first. What can be no decision is said once and left out.
 
         Args:
             users: whose jobs; None for all.
@@ -288,7 +288,7 @@ class Store(_StateFile):
 
 
 def remembered_jobs(directory: Path) -> list[Registered]:
-    """What a daemon with this directory remembers, without becoming it; nothing if there never was one.
+    """Return what a daemon with this directory remembers, without becoming it; nothing if there never was one.
 
     Raises:
         DaemonStateError: it cannot be read.
@@ -298,7 +298,7 @@ def remembered_jobs(directory: Path) -> list[Registered]:
 
 
 def remembered_settings(directory: Path) -> PolicySettings:
-    """Which policy a daemon with this directory has, without becoming it; the usual one if there never was one.
+    """Return which policy a daemon with this directory has, without becoming it; the usual one if there never was one.
 
     Raises:
         DaemonStateError: it cannot be read.

@@ -53,7 +53,7 @@ class Advice:
 def advise(
     snapshot: Snapshot, waits: Mapping[str, float], usages: Iterable[Usage] = (), ended: Iterable[EndedJob] = ()
 ) -> tuple[Advice, ...]:
-    """All advice, firm first, then by what would be gained.
+    """Return all advice, firm first, then by what would be gained.
 
     Args:
         snapshot: the cluster.
@@ -79,7 +79,7 @@ def advise(
 
 
 def headline(found: Fragmentation, helped: Sequence[str]) -> str:
-    """What is to be known first, in one sentence; empty where no GPU is free.
+    """Return what is to be known first, in one sentence; empty where no GPU is free.
 
     Args:
         found: the cluster.

@@ -128,7 +128,7 @@ class FeasibleNodes:
         self.fits: Mask = self.enough_but("")
 
     def enough_but(self, resource: str) -> Mask:
-        """Where it has room but for one resource, of which there may be too little."""
+        """Return where it has room but for one resource, of which there may be too little."""
         mask = self.possible
         for name, enough in self.enough.items():
             if name != resource:
@@ -141,7 +141,9 @@ class FeasibleNodes:
         return self.fits & self._table.has_sockets_free(self.shape, self.free["CPUs"])
 
     def is_enough(self, mask: Mask) -> bool:
-        """Whether these nodes would do: as many as the job wants, with all that it names, and alike or side by side."""
+        """Return whether these nodes would do: as many as the job wants, with all that it names, and alike or side by
+        side.
+        """
         return self._has_named and any(
             np.count_nonzero(alike) >= self._wanted
             and not (self._named & ~alike).any()
@@ -170,7 +172,7 @@ class FeasibleNodes:
         return [place & choice for place in places for choice in choices] if choices else places
 
     def short_alone(self) -> tuple[str, ...]:
-        """The resources of which more of that one alone would let it start on so many nodes.
+        """Return the resources of which more of that one alone would let it start on so many nodes.
 
         GPUs are named last: where more of something else would do, it is that which keeps free GPUs from being used.
         """
@@ -178,7 +180,7 @@ class FeasibleNodes:
         return tuple(name for name in ordered if name in self.enough and self.is_enough(self.enough_but(name)))
 
     def short(self) -> tuple[str, ...]:
-        """The resources of which some node has too little."""
+        """Return the resources of which some node has too little."""
         return tuple(name for name in _ALL if name in self.enough and (self.possible & ~self.enough[name]).any())
 
     @property
@@ -207,7 +209,7 @@ class FeasibleNodes:
         return int(np.count_nonzero(others & ~self.enough.get(COMPLETING, self.possible)))
 
     def free_in_all(self) -> list[Free]:
-        """What is free of each resource that it asks for, on nodes where Slurm would start it."""
+        """Return what is free of each resource that it asks for, on nodes where Slurm would start it."""
         mine = self.possible & self.enough.get(OTHER_USERS, self.possible) & self.enough.get(COMPLETING, self.possible)
         kind = f"{self.shape.gpu_type} GPUs" if self.shape.gpu_type else "GPUs"
         wanted = [
@@ -223,7 +225,7 @@ class FeasibleNodes:
         ]
 
     def lacks_together(self, least: Least) -> tuple[str, ...]:
-        """What so many of these nodes as the job may have do not have together, if they were empty.
+        """Return what so many of these nodes as the job may have do not have together, if they were empty.
 
         The room is one for `least.of_node`. Nothing said means that they could do, in some division or other.
         """
@@ -232,7 +234,7 @@ class FeasibleNodes:
         return tuple(dict.fromkeys(found))
 
     def lacks_together_now(self, least: Least, most: int | None) -> tuple[str, ...]:
-        """What is too little of what is free on them now; see `most_nodes_of`.
+        """Return what is too little of what is free on them now; see `most_nodes_of`.
 
         Nothing said means that the nodes with most of one thing have enough of all.
         """
@@ -316,7 +318,7 @@ class Blocker:
 
 
 def out_of_use(room: FeasibleNodes, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
-    """Nodes that could run it are out of use, or reserved, and the others are fewer than it needs."""
+    """Return nodes that could run it are out of use, or reserved, and the others are fewer than it needs."""
     asks, eligible, possible = _asks(room.shape) + together(job), count(room.eligible), count(room.possible)
     others = [f"{compress(node.name for node in out)} is out of use"] if out else []
     whose = f"not in its reservation {job.reservation}" if job.reservation else "reserved for others"
@@ -331,7 +333,7 @@ def out_of_use(room: FeasibleNodes, job: Job, out: Sequence[Node], reserved: Seq
 
 
 def together(job: Job) -> str:
-    """What a job wants of its nodes together; empty if it takes any."""
+    """Return what a job wants of its nodes together; empty if it takes any."""
     if job.num_nodes < 2:
         return ""
     parts = [f"{compress(job.required_nodes)} among them"] if job.required_nodes else []
@@ -352,7 +354,7 @@ def too_large(least: Least, floor: FeasibleNodes, job: Job) -> Blocker:
 
 
 def lack_together(kind: str, shape: Shape, most: int | None, least: Least, floor: FeasibleNodes) -> Blocker:
-    """What is short where no even share of it has room.
+    """Return what is short where no even share of it has room.
 
     Args:
         kind: the resource.
@@ -403,7 +405,7 @@ def _asks(shape: Shape) -> str:
 
 
 def memory_words(shape: Shape) -> str:
-    """What it asks of a node's memory."""
+    """Return what it asks of a node's memory."""
     return "all memory" if shape.all_memory else f"{shape.memory_mb:,} MB"
 
 
@@ -415,7 +417,7 @@ def _all_of(least: Least) -> str:
 
 
 def kept_for_others(job: Job, nodes: Sequence[Node]) -> Blocker:
-    """Nodes that the jobs of others have for themselves, or that it wants for itself."""
+    """Return nodes that the jobs of others have for themselves, or that it wants for itself."""
     names, what, how = compress(node.name for node in nodes), "user", "--exclusive=user, ExclusiveUser=YES"
     if job.exclusive == "MCS" or any(node.mcs_label for node in nodes):
         what, how = "MCS label", "--exclusive=mcs"
@@ -427,7 +429,7 @@ def kept_for_others(job: Job, nodes: Sequence[Node]) -> Blocker:
 
 
 def still_completing(nodes: Sequence[Node]) -> Blocker:
-    """Nodes with room on which jobs that have ended are not gone."""
+    """Return nodes with room on which jobs that have ended are not gone."""
     names = compress(node.name for node in nodes)
     text = f"{names} has room, and Slurm starts nothing there before jobs that have ended are gone (processes, Epilog)"
     return Blocker(COMPLETING, text, f"squeue --states=COMPLETING -w {names}")
@@ -445,7 +447,7 @@ def at_once(job: Job, room: FeasibleNodes) -> str:
 
 
 def lack(resource: str, room: FeasibleNodes, at_once: str) -> Blocker:
-    """One resource is short on nodes that have enough of the others."""
+    """Return the nodes where one resource is short and there is enough of the others."""
     shape = room.shape
     beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
     asked = ", ".join(gres_words(gres) for gres in shape.gres if (gres.name == "gpu") == (resource == "GPUs"))
@@ -469,7 +471,7 @@ def lack(resource: str, room: FeasibleNodes, at_once: str) -> Blocker:
 
 
 def count(mask: Mask) -> int:
-    """How many nodes."""
+    """Return how many nodes."""
     return int(np.count_nonzero(mask))
 
 
@@ -614,7 +616,7 @@ class Running:
     qos_of: Mapping[str, str]
 
     def may_count_with(self, job: Job, limit: str) -> bool:
-        """Whether any may count with a job against a limit, by the pattern of its reason."""
+        """Return whether any may count with a job against a limit, by the pattern of its reason."""
         if limit == _USER:
             return job.user in self.users
         if limit == _ACCOUNT:
@@ -625,7 +627,7 @@ class Running:
 
 
 def running_in(snapshot: Snapshot) -> Running | None:
-    """Whose jobs run; None where some may be hidden."""
+    """Return whose jobs run; None where some may be hidden."""
     if snapshot.hides_jobs:
         return None
     jobs = [job for job in snapshot.jobs if job.is_running]
@@ -637,7 +639,7 @@ def running_in(snapshot: Snapshot) -> Running | None:
 
 
 def told_by_slurm(job: Job, running: Running | None = None) -> StatedReason | None:
-    """What a pending job waits for that is no resource, in words; None if it waits for resources or its turn.
+    """Return what a pending job waits for that is no resource, in words; None if it waits for resources or its turn.
 
     Args:
         job: a pending one.

@@ -118,7 +118,7 @@ class Fragmentation:
         return tuple(node for node in self.nodes if node.indicator is not None)
 
     def total(self, what: str) -> int:
-        """The sum of one count over all that counts; see `client/counted.py`."""
+        """Return the sum of one count over all that counts; see `client/counted.py`."""
         return sum(getattr(node, what) for node in self.counted_nodes)
 
     @property
@@ -194,7 +194,7 @@ def _held_on(node: Node) -> NodeFragmentation | None:
 
 
 def shapes_on(table: NodeTable, alike: Sequence[Sequence[Job]], hardware: Hardware) -> tuple[Shape, ...]:
-    """The shapes of pending jobs for `measure_table`; where nodes are kept for some, with whose they are.
+    """Return the shapes of pending jobs for `measure_table`; where nodes are kept for some, with whose they are.
 
     Args:
         table: the nodes.
@@ -205,7 +205,9 @@ def shapes_on(table: NodeTable, alike: Sequence[Sequence[Job]], hardware: Hardwa
 
 
 def measure_table(table: NodeTable, shapes: Sequence[Shape]) -> tuple[list[NodeFragmentation], list[str]]:
-    """Each node of a table against the shapes of pending jobs; and the names of those where a shape was assumed."""
+    """Return each node of a table against the shapes of pending jobs; and the names of those where a shape was
+    assumed.
+    """
     gpus, gpus_free = table.gpus, table.gpus_free
     of_whole = [shape for shape in shapes if shape.gpus and gpu_share(shape.gpu_type) == 1]
     smallest_gpus, smallest_cpus = _smallest(of_whole, "gpus"), _smallest(shapes, "cpus")

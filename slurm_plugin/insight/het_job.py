@@ -21,7 +21,8 @@ _FREE = ("GPUs", "CPUs", "memory", "gang", "whole nodes", OTHER_USERS, COMPLETIN
 
 
 def explain_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[tuple[str, Blocker], ...]:
-    """What a pending heterogeneous job waits for, the true reason first, each once and with the component that has it.
+    """Return what a pending heterogeneous job waits for, the true reason first, each once and with the component that
+    has it.
 
     Args:
         snapshot: the cluster.
@@ -132,7 +133,8 @@ def _with(node: Node, shape: Shape) -> Node:
 
 
 def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
-    """The records that a job id names: `29`, `31` with all components in order, `31+1`, `33` with all tasks, `33_4`.
+    """Return the records that a job id names: `29`, `31` with all components in order, `31+1`, `33` with all tasks,
+    `33_4`.
 
     Raises:
         ValueError: it has another form.

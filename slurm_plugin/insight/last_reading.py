@@ -30,7 +30,7 @@ _SETTINGS = (
 
 
 def pack(snapshot: Snapshot) -> bytes:
-    """A snapshot as compressed JSON, with the settings that commands look at."""
+    """Return a snapshot as compressed JSON, with the settings that commands look at."""
     settings = {name: snapshot.config[name] for name in _SETTINGS if name in snapshot.config}
     return zlib.compress(typed_json.encode(replace(snapshot, config=settings)), 1)
 

@@ -162,7 +162,7 @@ class Hardware:
                 self._most[name] = self._most.get(name, Counter()) | has | given
 
     def most(self, partitions: Sequence[str]) -> Counter[tuple[str, str]]:
-        """The most that a node of these partitions has, by name and type; of `CPUs` and `cores`, too.
+        """Return the most that a node of these partitions has, by name and type; of `CPUs` and `cores`, too.
 
         These are of jobs with GPUs; those of others are under the type `beside GPUs`.
         """
@@ -190,7 +190,7 @@ def _given(node: Node, partition: Partition | None) -> Counter[tuple[str, str]]:
 
 
 def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
-    """The pending jobs in groups: those of a group ask alike, in the same places, and have the same reason."""
+    """Return the pending jobs in groups: those of a group ask alike, in the same places, and have the same reason."""
     groups: dict[Hashable, list[Job]] = {}
     for job in jobs:
         if job.state in PENDING_STATES:
@@ -204,7 +204,7 @@ def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 def request_of(job: Job) -> Hashable:
-    """What a job asks for and where, to compare it with others of one snapshot."""
+    """Return what a job asks for and where, to compare it with others of one snapshot."""
     # GRES by identity: those parsed of equal text are one object, and hashing them would cost more than all.
     return (
         job.partitions, job.num_nodes, job.num_cpus, job.memory_mb, job.num_tasks, job.cpus_per_gpu,
@@ -221,7 +221,7 @@ def request_of(job: Job) -> Hashable:
 def pending_shapes(
     alike: Iterable[Sequence[Job]], hardware: Hardware = UNKNOWN_HARDWARE, owners: Collection[str] | None = None
 ) -> tuple[Shape, ...]:
-    """The shapes of the jobs that free resources could start, the most frequent first. Without reservations.
+    """Return the shapes of the jobs that free resources could start, the most frequent first. Without reservations.
 
     Args:
         alike: the pending jobs in groups; see `alike_jobs`.
@@ -248,7 +248,7 @@ def _whose(job: Job, owners: Collection[str]) -> Whose:
 
 
 def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
-    """What a job asks of each of its nodes, when it spreads evenly over a likely number of them."""
+    """Return what a job asks of each of its nodes, when it spreads evenly over a likely number of them."""
     nodes = _likely_nodes(job, hardware)
     tasks = _share(job.num_tasks, nodes) if job.is_pending and job.num_tasks >= nodes else 0
     wanted = _wanted(job, nodes, tasks) if job.gres_held is None else Counter[tuple[str, str]]()
@@ -294,7 +294,7 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
 
 
 def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
-    """What a pending job needs however Slurm spreads it: lower bounds, each by itself.
+    """Return what a pending job needs however Slurm spreads it: lower bounds, each by itself.
 
     A node that has less than `MinCPUsNode`, `MinMemoryNode` or the GRES of a node is none for Slurm (node_scheduler.c);
     each of its nodes has a task at least, as long as it has no more nodes than tasks. Of what a job asks for as a
@@ -356,7 +356,7 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
 
 
 def is_free(job: Job, shape: Shape) -> bool:
-    """Whether Slurm may give the nodes of a job other numbers of tasks than an even share.
+    """Return whether Slurm may give the nodes of a job other numbers of tasks than an even share.
 
     It gives each node as many as it has room for, unless each has one or --ntasks-per-node says how many, which makes
     as many CPUs the least of a node.
@@ -365,8 +365,9 @@ def is_free(job: Job, shape: Shape) -> bool:
 
 
 def may_divide(job: Job, shape: Shape) -> bool:
-    """Whether room in uneven parts is room for a job as far as `least_of` knows: what ties one thing to another on a
-    node (GPUs to CPUs or memory, tasks to nodes or sockets) is not in there."""
+    """Return whether room in uneven parts is room for a job as far as `least_of` knows: what ties one thing to another
+    on a node (GPUs to CPUs or memory, tasks to nodes or sockets) is not in there.
+    """
     return is_free(job, shape) and not (
         job.cpus_per_gpu
         or job.memory_per_gpu_mb
@@ -378,7 +379,7 @@ def may_divide(job: Job, shape: Shape) -> bool:
 
 
 def most_nodes_of(job: Job, shape: Shape, can_be_even: bool) -> int | None:
-    """The most nodes that a pending job may get; None where there is no limit.
+    """Return the most nodes that a pending job may get; None where there is no limit.
 
     Of a job without a limit Slurm tells the likely number in its place (see `most_nodes`). It is taken for one, unless
     the job asks for one node at least (as a job does that says nothing), and cannot have all on one.
@@ -400,7 +401,7 @@ def gres_in_doubt(shape: Shape) -> str:
 
 
 def gres_words(gres: Gres) -> str:
-    """A request as sbatch takes it."""
+    """Return a request as sbatch takes it."""
     return f"{gres.name}:{gres.type}:{gres.count}" if gres.type else f"{gres.name}:{gres.count}"
 
 
@@ -588,7 +589,7 @@ class NodeTable:
         return bool(self.owners) or self._has_labels
 
     def eligible(self, partitions: Collection[str], reservation: str = "") -> Mask:
-        """The nodes of these partitions (of none: all) that are in one of the job's reservations, or in none."""
+        """Return the nodes of these partitions (of none: all) that are in one of the job's reservations, or in none."""
         key = frozenset(partitions), reservation
         if key not in self._eligible:
             if reservation:
@@ -600,15 +601,15 @@ class NodeTable:
         return self._eligible[key]
 
     def everywhere(self, partitions: Collection[str]) -> Mask:
-        """The nodes of these partitions, whoever they are reserved for."""
+        """Return the nodes of these partitions, whoever they are reserved for."""
         return self._in(partitions)
 
     def named(self, names: Iterable[str]) -> Mask:
-        """The nodes with these names."""
+        """Return the nodes with these names."""
         return self.at([self._places[name] for name in names if name in self._places])
 
     def amounts(self, of_nodes: Iterable[tuple[str, int]]) -> Counts:
-        """The sums of what is said of nodes by their names."""
+        """Return the sums of what is said of nodes by their names."""
         found = np.zeros_like(self.cpus)
         for name, amount in of_nodes:
             if name in self._places:
@@ -616,7 +617,7 @@ class NodeTable:
         return found
 
     def asked_for(self, shape: Shape) -> Mask:
-        """The nodes that `--nodelist`, `--exclude` and `--constraint` leave."""
+        """Return the nodes that `--nodelist`, `--exclude` and `--constraint` leave."""
         mask = self.named(shape.required_nodes) if shape.required_nodes else np.ones(len(self.nodes), dtype=np.bool_)
         if shape.excluded_nodes:
             mask = mask & ~self.named(shape.excluded_nodes)
@@ -624,7 +625,7 @@ class NodeTable:
         return mask & np.logical_or.reduce(choices) if choices else mask
 
     def alike(self, features: str) -> list[Mask]:
-        """The nodes that meet each of the alternatives of which all nodes of a job must meet the same one."""
+        """Return the nodes that meet each of the alternatives of which all nodes of a job must meet the same one."""
         if features not in self._features:
             self._features[features] = [self._meeting(choice) for choice in alternatives(features)]
         return self._features[features]
@@ -682,7 +683,8 @@ class NodeTable:
         return np.minimum(cpus, others), np.where(self._for_gpus > 0, np.minimum(cpus_free, left), cpus_free)
 
     def kept_from(self, job: Job | Whose) -> Mask:
-        """The nodes where it cannot start, whatever is free: others have them, or it wants them, for one user or label.
+        """Return the nodes where it cannot start, whatever is free: others have them, or it wants them, for one user or
+        label.
 
         Source: filter_by_node_owner and filter_by_node_mcs in src/slurmctld/node_scheduler.c.
         """
@@ -707,7 +709,7 @@ class NodeTable:
         return kept
 
     def whose_matters(self, alike: Iterable[Sequence[Job]]) -> bool:
-        """Whether it matters whose the pending jobs of these groups are; see `kept_from`."""
+        """Return whether it matters whose the pending jobs of these groups are; see `kept_from`."""
         return self.is_kept_by_some or any(group[0].exclusive in ("USER", "MCS") for group in alike)
 
     def _with_jobs_of_others(self, job: Whose) -> Mask:
@@ -726,7 +728,7 @@ class NodeTable:
         return found
 
     def takes_whole_nodes(self, partitions: Collection[str]) -> bool:
-        """Whether a job in these partitions gets whole nodes only."""
+        """Return whether a job in these partitions gets whole nodes only."""
         return bool(partitions) and all(name in self._limits and self._limits[name].is_exclusive for name in partitions)
 
     def devices(self, gpu_type: str) -> tuple[Counts, Counts]:
@@ -741,7 +743,8 @@ class NodeTable:
         return self._devices[gpu_type]
 
     def gres(self, name: str, kind: str) -> tuple[Counts, Counts]:
-        """What a job may ask for at all of a GRES that is no GPU, of one type or of all, and what it could have now.
+        """Return what a job may ask for at all of a GRES that is no GPU, of one type or of all, and what it could have
+        now.
 
         Shards and MPS of a GPU that a job has as a whole are not there; how many of one GPU are left is not known.
         """
@@ -767,7 +770,8 @@ class NodeTable:
             yield "GPUs" if gres.name == "gpu" else "GRES", gres.count, had, free
 
     def needed(self, shape: Shape) -> tuple[Counts, Counts]:
-        """The CPUs and the memory that each node gives to a job of this shape, which may be more than it asks for.
+        """Return the CPUs and the memory that each node gives to a job of this shape, which may be more than it asks
+        for.
 
         Slurm gives whole cores (or sockets, or nodes), and where a job uses one thread of each core the others are
         nobody's; memory for each CPU comes with them (seen on 22.05, 24.11 and 26.05).
@@ -796,7 +800,9 @@ class NodeTable:
         return cpus, self.memory_mb if shape.all_memory else memory_mb
 
     def has_sockets_free(self, shape: Shape, cpus_free: Counts) -> Mask:
-        """Where so few cores are busy that as many sockets as a shape names have as many free, wherever those are."""
+        """Return where so few cores are busy that as many sockets as a shape names have as many free, wherever those
+        are.
+        """
         if max(shape.layout[:2]) < 2:
             return np.ones(len(self.nodes), dtype=np.bool_)
         bad_sockets = np.maximum(1, self._layout[0] - max(1, shape.layout[0]) + 1)
@@ -805,7 +811,7 @@ class NodeTable:
         return mask
 
     def laid_out(self, shape: Shape) -> Mask:
-        """The nodes with as many sockets, cores and threads, and as much disk, as a shape names."""
+        """Return the nodes with as many sockets, cores and threads, and as much disk, as a shape names."""
         mask = self._tmp_disk_mb >= shape.tmp_disk_mb
         for wanted, had in zip(shape.layout, self._layout, strict=True):
             if wanted > 1:
@@ -813,7 +819,7 @@ class NodeTable:
         return mask
 
     def chosen(self, mask: Mask) -> list[Node]:
-        """The nodes of a mask."""
+        """Return the nodes of a mask."""
         return [self.nodes[place] for place in np.flatnonzero(mask).tolist()]
 
     def _cpus_in(self, name: str) -> tuple[Counts, Counts]:
@@ -857,7 +863,7 @@ class NodeTable:
         return mask
 
     def at(self, places: list[int]) -> Mask:
-        """The nodes with these numbers."""
+        """Return the nodes with these numbers."""
         mask = np.zeros(len(self.nodes), dtype=np.bool_)
         mask[places] = True
         return mask

@@ -161,13 +161,15 @@ def observe(snapshot: Snapshot, wait_shares: Mapping[str, float], shared: Shared
 
 
 def waited_s(job: Job, now_s: float) -> float:
-    """How long a pending job has waited since it could have started; since its submission where Slurm does not say."""
+    """Return how long a pending job has waited since it could have started; since its submission where Slurm does not
+    say.
+    """
     since_s = job.submit_s if job.eligible_s is None else job.eligible_s
     return max(0.0, now_s - since_s) if since_s is not None else 0.0
 
 
 def class_of(indicator: float) -> int:
-    """The class of an indicator: 0 is CPUs gone, 2 in step, 4 GPUs gone. An edge belongs to the worse class."""
+    """Return the class of an indicator: 0 is CPUs gone, 2 in step, 4 GPUs gone. An edge belongs to the worse class."""
     if indicator < 0:
         return sum(indicator > edge for edge in CLASS_EDGES[:2])
     return 2 + sum(indicator >= edge for edge in CLASS_EDGES[2:])
@@ -272,7 +274,7 @@ class History(DatabaseFile):
             self._database.execute("delete from samples where taken_s < ?", (sample.taken_s - KEEP_S,))
 
     def since(self, start_s: float) -> list[Sample]:
-        """The samples from a moment on, the oldest first.
+        """Return the samples from a moment on, the oldest first.
 
         Raises:
             HistoryError: it cannot be read.
@@ -338,14 +340,14 @@ class Monitor:
         self._said_hidden = False
 
     def readings(self, interval_s: float, sleep: Callable[[float], object] = sleep_in_parts) -> Iterator[Reading]:
-        """A reading now, and then one in each interval, without end."""
+        """Yield a reading now, and then one in each interval, without end."""
         while True:
             reading = self.read()
             yield reading
             sleep(max(MIN_INTERVAL_S, interval_s - reading.read_s))
 
     def read(self) -> Reading:
-        """One reading. A failure is part of it: an exporter that dies with slurmctld cannot say that it is down.
+        """Return one reading. A failure is part of it: an exporter that dies with slurmctld cannot say that it is down.
 
         Raises:
             NodesHidden: there is nothing to read for this user.

@@ -34,7 +34,7 @@ class Prices:
     currency: str = ""
 
     def of(self, gpu_hours: float, cpu_hours: float) -> float:
-        """The cost of a number of hours."""
+        """Return the cost of a number of hours."""
         return gpu_hours * self.gpu_hour + cpu_hours * self.cpu_hour
 
     def shown(self, cost: float) -> str:

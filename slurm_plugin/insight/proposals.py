@@ -70,7 +70,7 @@ def ended_jobs(places: Iterable[Path], since_s: float, until_s: float) -> list[E
 
 
 def past_jobs(places: Iterable[Path]) -> list[PastJob]:
-    """What the records of this user's own jobs tell, as the job history keeps them.
+    """Return what the records of this user's own jobs tell, as the job history keeps them.
 
     What belongs to others is left out: a record in a directory that many can write to must not decide what this user
     submits.
@@ -198,7 +198,7 @@ def next_submissions(history: Remembered, now_s: float) -> list[NextSubmission]:
 
 
 def for_script(history: Remembered, name: str, script: str, options: SbatchOptions) -> Proposal | None:
-    """What a script may ask for that is about to be submitted; None where no past job is like it.
+    """Return what a script may ask for that is about to be submitted; None where no past job is like it.
 
     Args:
         history: of past jobs.
@@ -219,7 +219,7 @@ def for_script(history: Remembered, name: str, script: str, options: SbatchOptio
 def usual_length_of(
     job_name: str, directory: Path, places: Iterable[Path], environ: Mapping[str, str]
 ) -> UsualLength | None:
-    """How long jobs like this one run; None where no past job says so.
+    """Return how long jobs like this one run; None where no past job says so.
 
     Args:
         job_name: as Slurm has it.
@@ -239,7 +239,7 @@ def _num_tasks(options: SbatchOptions) -> int:
 
 
 def as_directives(proposal: Proposal, given: Sequence[Directive]) -> list[Directive]:
-    """The proposal as directives, without what the script or the command line says itself.
+    """Return the proposal as directives, without what the script or the command line says itself.
 
     Args:
         proposal: from history.

@@ -37,13 +37,13 @@ class Backfill:
     window_s: int = _WINDOW_MIN * 60
 
     def is_before(self, end_s: float, start_s: float) -> bool:
-        """Whether a job that ends then has ended for a planned start."""
+        """Return whether a job that ends then has ended for a planned start."""
         unit = self.resolution_s
         return math.ceil(end_s / unit) * unit < math.floor(start_s / unit) * unit
 
 
 def backfill_of(kind: str, parameters: str) -> Backfill:
-    """What SchedulerType and SchedulerParameters say of it; Slurm's own values where they say nothing."""
+    """Return what SchedulerType and SchedulerParameters say of it; Slurm's own values where they say nothing."""
 
     def number(name: str, usual: int) -> int:
         found = re.search(rf"(?:^|,)\s*{name}=(\d+)", parameters, re.IGNORECASE)
@@ -129,15 +129,15 @@ class QueueOrder:
         return sorted(found, key=lambda plan: (plan.start_s, plan.place))
 
     def is_behind(self, job: Job) -> bool:
-        """Whether others go first that want nodes of its partitions."""
+        """Return whether others go first that want nodes of its partitions."""
         return self._is_behind(job, self._first)
 
     def is_behind_unplanned(self, job: Job) -> bool:
-        """Whether some of these have no planned start: what they will take is not known."""
+        """Return whether some of these have no planned start: what they will take is not known."""
         return self._is_behind(job, self._first_unplanned)
 
     def first_unplanned(self, job: Job) -> int:
-        """The number of the first of these."""
+        """Return the number of the first of these."""
         return min(self._first_unplanned[name] for name in self.rivals(job) if name in self._first_unplanned)[-1]
 
     def _is_behind(self, job: Job, first: Mapping[str, Place]) -> bool:
@@ -145,7 +145,7 @@ class QueueOrder:
         return any(first.get(name, place) < place for name in self.rivals(job))
 
     def plans_in_way(self, job: Job, *, wait_s: float = 0.0) -> tuple[Plan, ...]:
-        """What is kept for others and begins before the job would have ended, the earliest first.
+        """Return what is kept for others and begins before the job would have ended, the earliest first.
 
         Args:
             job: who would start.
@@ -170,7 +170,8 @@ class QueueOrder:
         return self._in_way[key]
 
     def longest_limit_s(self, start_s: float) -> float:
-        """The longest time limit, in whole minutes, with which a job has ended before then; none if it is not above 0.
+        """Return the longest time limit, in whole minutes, with which a job has ended before then; none if it is not
+        above 0.
 
         Backfill looks at it one interval from now, and the limit must be set before.
         """
@@ -178,7 +179,9 @@ class QueueOrder:
         return math.floor((math.floor(start_s / unit) * unit - unit - now_s) / 60) * 60.0
 
     def ahead(self, job: Job) -> list[Job]:
-        """The jobs that wait for resources, on nodes of the same partitions, and go first; the very first in front."""
+        """Return the jobs that wait for resources, on nodes of the same partitions, and go first; the very first in
+        front.
+        """
         if self._queue is None:
             waiting = (job for group in self._alike if group[0].waits_for_resources for job in group)
             self._queue = sorted(waiting, key=self.place)
@@ -186,7 +189,7 @@ class QueueOrder:
         return [other for other in self._queue[:places] if not self.rivals(job).isdisjoint(other.partitions)]
 
     def rivals(self, job: Job) -> frozenset[str]:
-        """The partitions whose jobs may be ahead of it: its own, and those that share nodes with them.
+        """Return the partitions whose jobs may be ahead of it: its own, and those that share nodes with them.
 
         Where the first job of a partition finds no room, the main scheduler starts nothing behind it on any node of
         that partition (schedule in job_scheduler.c), and backfill plans nodes, whatever partition asks for them.
@@ -198,7 +201,7 @@ class QueueOrder:
         return found
 
     def place(self, job: Job) -> Place:
-        """Its place in line, the smallest first."""
+        """Return its place in line, the smallest first."""
         return (-self._tier(job), *turn_of(job))
 
     def _tier(self, job: Job) -> int:

@@ -101,7 +101,7 @@ class IdleTrainer:
 
 
 def sharing_rows(shared: SharedGpus, jobs: Sequence[Job]) -> list[SharingRow]:
-    """Who is on which GPU: those that have a GPU by Slurm first."""
+    """Return who is on which GPU: those that have a GPU by Slurm first."""
     users = {str(job.job_id): job.user for job in jobs}
     return [row for node in shared.nodes for gpu in node.gpus for row in _rows_of(node, gpu, users)]
 

@@ -35,7 +35,7 @@ class Spending:
 
 
 def hourly(sample: Sample, prices: Prices) -> Spending:
-    """What an hour costs as things are."""
+    """Return what an hour costs as things are."""
     return Spending(
         1.0,
         prices.of(sample.gpus_allocated, sample.cpus_allocated),
@@ -45,7 +45,7 @@ def hourly(sample: Sample, prices: Prices) -> Spending:
 
 
 def spent(samples: Sequence[Sample], prices: Prices) -> Spending:
-    """What the history of a cluster has cost.
+    """Return what the history of a cluster has cost.
 
     Args:
         samples: the oldest first.

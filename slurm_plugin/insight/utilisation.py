@@ -38,12 +38,12 @@ class Window:
         return self.end_s - self.start_s
 
     def held_s(self, usage: Usage) -> float:
-        """How long the job held its GPUs within the window."""
+        """Return how long the job held its GPUs within the window."""
         end_s = self.end_s if usage.end_s is None else min(usage.end_s, self.end_s)
         return max(0.0, end_s - max(usage.start_s, self.start_s))
 
     def ran(self, usage: Usage) -> tuple[float, float, float]:
-        """When within the window a job began and ended to run, and in which share of that time it held its CPUs.
+        """Return when within the window a job began and ended to run, and in which share of that time it held its CPUs.
 
         One that is suspended now is taken to have run until then without a break; of one that was suspended before, all
         its time is taken to be alike.
@@ -57,7 +57,7 @@ class Window:
         return start_s, end_s, share
 
     def ran_s(self, usage: Usage) -> float:
-        """How long it held its CPUs within the window."""
+        """Return how long it held its CPUs within the window."""
         start_s, end_s, share = self.ran(usage)
         return (end_s - start_s) * share
 
@@ -122,7 +122,7 @@ class Utilisation:
 
 
 def with_shared_cpus(usages: Sequence[Usage], window: Window, cpus: Mapping[str, int]) -> list[Usage]:
-    """The runs, where jobs of a partition are given the same CPUs: never more of them together than there are.
+    """Return the runs, where jobs of a partition are given the same CPUs: never more of them together than there are.
 
     Which jobs had the same ones no accounting says. Whenever those of a partition were given more than its nodes have,
     they count in proportion; as long as they were given less, each CPU counts for each of them.
@@ -194,7 +194,7 @@ def capacity(nodes: Sequence[Node], partition: str | None = None) -> tuple[int, 
 
 
 def share(part: float, whole: float) -> float | None:
-    """A share, None of nothing."""
+    """Return a share, None of nothing."""
     return part / whole if whole > 0 else None
 
 
@@ -219,7 +219,7 @@ def wait_shares(jobs: Iterable[Job]) -> dict[str, float]:
 
 
 def may_tell(job: Job) -> bool:
-    """Whether one may look whether it has a service: the keys are for its user alone, as `address.py` checks.
+    """Return whether one may look whether it has a service: the keys are for its user alone, as `address.py` checks.
 
     Directories of others are not looked into at all. What lies there is theirs: a link to a file system that does not
     answer would keep whoever follows it.
@@ -229,7 +229,7 @@ def may_tell(job: Job) -> bool:
 
 
 def share_of(job: Job) -> float | None:
-    """What one job tells; None if it tells nothing."""
+    """Return what one job tells; None if it tells nothing."""
     try:
         directory = directory_of(job)
         path = directory / "address" if directory else None
@@ -241,7 +241,7 @@ def share_of(job: Job) -> float | None:
 
 
 def directory_of(job: Job) -> Path | None:
-    """The directory of a job that may tell; None without one."""
+    """Return the directory of a job that may tell; None without one."""
     return job_directory(_places(job), str(job.het.het_job_id if job.het else job.job_id))
 
 

@@ -236,7 +236,7 @@ class Explainer:
         return (other for other in self._components.get(job.het.het_job_id, ()) if other.job_id != job.job_id)
 
     def conversion(self, job: Job) -> Remedy:
-        """Whether data workers would let a pending job start now."""
+        """Return whether data workers would let a pending job start now."""
         said = self._said_by_slurm(job)
         if said:
             return Remedy(False, f"what it waits for is no resource: {said.text}")
@@ -246,11 +246,11 @@ class Explainer:
         return self._conversion(job, shape, self._room(shape, job)[1])
 
     def waits_for(self, job: Job) -> str:
-        """The kind of the first blocker; empty if it does not wait."""
+        """Return the kind of the first blocker; empty if it does not wait."""
         return next(iter(self._first_kinds(job)), "")
 
     def causes(self, job: Job) -> tuple[str, ...]:
-        """The kind of the first blocker; several resources where more of any of them alone would let it start.
+        """Return the kind of the first blocker; several resources where more of any of them alone would let it start.
 
         Those are in one order always: they are the names under which histories and dashboards keep the counts.
         """
@@ -258,7 +258,7 @@ class Explainer:
         return tuple(kind for kind in RESOURCES if kind in found) if found and found[0] in RESOURCES else found[:1]
 
     def causes_of(self, alike: Sequence[Job]) -> list[tuple[str, ...]]:
-        """The same of each job of a group that asks alike: only their turns are different."""
+        """Return the same of each job of a group that asks alike: only their turns are different."""
         if not alike[0].waits_for_resources:
             return [self.causes(alike[0])] * len(alike)
         numbers = [self._surroundings(job) for job in alike]
@@ -267,7 +267,7 @@ class Explainer:
         return [lacking[number] or (self._turn(job),) for number, job in zip(numbers, alike, strict=True)]
 
     def not_looked_at(self, jobs: Iterable[Job]) -> list[str]:
-        """Lines on what could give room to those of these jobs that have none, and is not looked at."""
+        """Return lines on what could give room to those of these jobs that have none, and is not looked at."""
         if self._snapshot.without_nodes:
             return []
         names = {name for job in jobs if job.waits_for_resources and self._lacking(job) for name in job.partitions}

@@ -119,7 +119,7 @@ class HostGpus:
 
 
 def read_gpus(environ: Mapping[str, str] = os.environ) -> HostGpus | None:
-    """What nvidia-smi says; None where it says nothing."""
+    """Return what nvidia-smi says; None where it says nothing."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -136,7 +136,7 @@ def parse_gpus(answer: str, mps: str = "") -> HostGpus:
 
 
 def host_gpus(gpus: HostGpus) -> Iterator[Finding]:
-    """All findings."""
+    """Yield all findings."""
     exclusive = sorted(name for name, mode in gpus.modes.items() if mode != "Default")
     if exclusive:
         yield Finding(
@@ -178,14 +178,14 @@ _GONE = {
 
 
 def constrains_devices(cgroup_conf: str) -> bool:
-    """Whether jobs can open only the devices that they were given."""
+    """Return whether jobs can open only the devices that they were given."""
     return bool(re.search(r"^\s*ConstrainDevices\s*=\s*yes", cgroup_conf, re.MULTILINE | re.IGNORECASE))
 
 
 def why_no_packing(
     version: str, config: Mapping[str, str], cgroup_conf: str | None, *, has_gres_opp_plugin: bool | None
 ) -> str:
-    """Why opportunistic jobs cannot be placed in this cluster; empty if they can.
+    """Return why opportunistic jobs cannot be placed in this cluster; empty if they can.
 
     Args:
         version: Slurm's.
@@ -205,7 +205,7 @@ def why_no_packing(
 
 
 def packing(facts: Facts) -> Iterator[Finding]:
-    """All findings; none where no GPUs are shared."""
+    """Yield all findings; none where no GPUs are shared."""
     config = facts.snapshot.config
     if GRES not in config.get("GresTypes", "").split(","):
         return
@@ -351,26 +351,28 @@ _MOST_INCLUDED = 100
 
 
 def asks_for_lua(text: str, option: str) -> bool:
-    """Whether lines of slurm.conf, or of `scontrol show config`, name Lua plugins of a kind; the last one counts."""
+    """Return whether lines of slurm.conf, or of `scontrol show config`, name Lua plugins of a kind; the last one
+    counts.
+    """
     found = re.findall(rf"^[ \t]*{option}[ \t]*=[ \t]*([^#\s]*)", text, re.MULTILINE | re.IGNORECASE)
     return bool(found) and bool(re.search(r"(?:^|[,/])lua(?:,|$)", found[-1]))
 
 
 def asked_for(directory: Path) -> frozenset[str]:
-    """The Lua files that slurm.conf of this directory asks for, with the files that it includes."""
+    """Return the Lua files that slurm.conf of this directory asks for, with the files that it includes."""
     text = "\n".join(_texts(directory))
     return frozenset(name for name, option in OPTIONS.items() if asks_for_lua(text, option))
 
 
 def programs_asked_for(directory: Path) -> dict[str, str]:
-    """The programs that slurm.conf of this directory has nodes run for each job: option by path."""
+    """Return the programs that slurm.conf of this directory has nodes run for each job: option by path."""
     text = "\n".join(_texts(directory))
     found = re.findall(r"^[ \t]*(Prolog|Epilog|TaskProlog)[ \t]*=[ \t]*([^#\s]+)", text, re.MULTILINE | re.IGNORECASE)
     return {path: option for option, path in found}
 
 
 def missing_files(hook: Path) -> list[str]:
-    """What a hook loads without which it fails: itself, and the site's own file that it names.
+    """Return what a hook loads without which it fails: itself, and the site's own file that it names.
 
     Raises:
         OSError: the directory, or the hook, cannot be read here.
@@ -394,7 +396,7 @@ def modules_of(hook: Path) -> list[str]:
 
 
 def missing_modules(hook: Path) -> list[str]:
-    """Those of them that are not there."""
+    """Return those of them that are not there."""
     return [path for path in modules_of(hook) if not Path(path).exists()]
 
 
@@ -424,7 +426,7 @@ LUA_PLUGINS = {"job_submit": "JobSubmitPlugins", "cli_filter": "CliFilterPlugins
 
 
 def examine(facts: Facts, gpus: HostGpus | None = None) -> tuple[Finding, ...]:
-    """All findings, the worst first.
+    """Return all findings, the worst first.
 
     Args:
         facts: on the cluster.
@@ -604,7 +606,7 @@ def _accounting(facts: Facts) -> Iterator[Finding]:
 
 
 def lua_versions(plugin: bytes) -> tuple[str, ...]:
-    """The versions of Lua that a plugin of Slurm names: of the library that it is linked to or opens.
+    """Return the versions of Lua that a plugin of Slurm names: of the library that it is linked to or opens.
 
     Args:
         plugin: the bytes of `job_submit_lua.so` or `cli_filter_lua.so`.

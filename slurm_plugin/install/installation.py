@@ -81,12 +81,12 @@ class Record:
 
 
 def site_name(hook: Path) -> Path:
-    """Where a site's own file goes when a hook takes its name."""
+    """Return where a site's own file goes when a hook takes its name."""
     return hook.with_name(f"{hook.stem}.site.lua")
 
 
 def hook_text(name: str, lua_dir: Path, policy: Path, program: str, site: Path | None) -> str:
-    """The file that Slurm loads: what the site had, or functions that do nothing; then hetstream's module.
+    """Return the file that Slurm loads: what the site had, or functions that do nothing; then hetstream's module.
 
     Args:
         name: `cli_filter.lua` or `job_submit.lua`.
@@ -115,7 +115,7 @@ def hook_text(name: str, lua_dir: Path, policy: Path, program: str, site: Path |
 
 
 def hook_lines(name: str, lua_dir: Path, policy: Path, program: str) -> tuple[str, ...]:
-    """What a site adds to its own file, before the last return. Nothing in them can fail.
+    """Return what a site adds to its own file, before the last return. Nothing in them can fail.
 
     Hosts may share Slurm's directory and not all have hetstream. There the cli_filter is silent: it runs in every srun,
     and would write to its user's terminal. slurmctld, which is one, says in its log what is missing.
@@ -132,7 +132,7 @@ def hook_lines(name: str, lua_dir: Path, policy: Path, program: str) -> tuple[st
 
 
 def read_record(prefix: Path) -> Record | None:
-    """What is installed below a prefix.
+    """Return what is installed below a prefix.
 
     Raises:
         DamagedRecord: the record is not what install writes.
@@ -377,7 +377,7 @@ def _still_in_use(hooks: Iterable[Path]) -> str:
 
 
 def as_json(verb: str, actions: Iterable[Action], notes: Iterable[str], *, dry_run: bool) -> str:
-    """The report as one JSON document."""
+    """Return the report as one JSON document."""
     return json.dumps(
         {
             "meta": {"verb": verb, "version": 1, "dry_run": dry_run},

@@ -69,7 +69,7 @@ PACKING_ENVIRONMENT = """\
 
 
 def node_script(option: str, settings: Path, *, run_dir: str = RUN_DIR, startup: str = gpu.STARTUP_DIRECTORY) -> str:
-    """A script that Slurm runs on nodes.
+    """Return a script that Slurm runs on nodes.
 
     Args:
         option: of slurm.conf: `Prolog`, `Epilog` or `TaskProlog`.
@@ -93,7 +93,7 @@ def node_script(option: str, settings: Path, *, run_dir: str = RUN_DIR, startup:
 
 
 def script_version(text: str) -> int | None:
-    """The version that a script of ours carries; None: it is not one of ours."""
+    """Return the version that a script of ours carries; None: it is not one of ours."""
     found = _VERSION_LINE.search(text)
     return int(found[1]) if found else None
 
@@ -136,7 +136,7 @@ DAEMON_ENVIRONMENT = f"""\
 
 
 def exporter_unit(program: str, environment: Path) -> str:
-    """A unit that reads the cluster as nobody in particular and may write only to /var/lib/hetstream.
+    """Return a unit that reads the cluster as nobody in particular and may write only to /var/lib/hetstream.
 
     Args:
         program: the `hetstream` command, absolute.
@@ -152,7 +152,9 @@ def exporter_unit(program: str, environment: Path) -> str:
 
 
 def daemon_unit(program: str, environment: Path) -> str:
-    """A unit of the site daemon: as the user `hetstream`, made for it where the site has none, with no rights."""
+    """Return a unit of the site daemon: as the user `hetstream`, made for it where the site has none, with no
+    rights.
+    """
     return _unit(
         "hetstream's site daemon: the Slurm cluster's history, data workers among jobs",
         "hetstream-site",

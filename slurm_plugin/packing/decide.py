@@ -66,7 +66,7 @@ class PackingPlan:
 
 
 def decide(state: PackingState, now_s: float, rules: PackingRules | None = None) -> PackingPlan:
-    """What is to be done now.
+    """Return what is to be done now.
 
     Args:
         state: the cluster.
@@ -105,7 +105,7 @@ def decide(state: PackingState, now_s: float, rules: PackingRules | None = None)
 def verdicts(
     state: PackingState, job: WaitingJob, now_s: float, rules: PackingRules | None = None
 ) -> list[tuple[str, SharedGpu, str]]:
-    """What each GPU, with its node, says to a waiting job: why it does not take it; empty if it does.
+    """Return what each GPU, with its node, says to a waiting job: why it does not take it; empty if it does.
 
     Args:
         state: the cluster.
@@ -164,7 +164,7 @@ class _Room:
         self._fresh.update(place.indices)
 
     def why_not(self, job: WaitingJob) -> str:
-        """Why the node takes no such job; empty if it may."""
+        """Return why the node takes no such job; empty if it may."""
         if self.node.closed:
             return f"on nodes out of use ({self.node.closed})"
         if job.reservations and self.node.reservation not in job.reservations:
@@ -180,7 +180,7 @@ class _Room:
         return ""
 
     def why_not_gpu(self, gpu: SharedGpu, job: WaitingJob) -> str:
-        """Why the GPU takes no such job; empty if it does."""
+        """Return why the GPU takes no such job; empty if it does."""
         rules, use, index = self._rules, gpu.use, gpu.index
         if gpu.closed:
             return gpu.closed
@@ -201,7 +201,7 @@ class _Room:
         return ""
 
     def left(self, job: WaitingJob) -> dict[int, float]:
-        """Numbers of the GPUs that take the job, and the share of each that it would have."""
+        """Return numbers of the GPUs that take the job, and the share of each that it would have."""
         if self.why_not(job):
             return {}
         return {gpu.index: self._share(gpu) for gpu in self.node.gpus if not self.why_not_gpu(gpu, job)}

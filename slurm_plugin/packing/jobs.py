@@ -113,8 +113,8 @@ class Settlement:
 def served_jobs(
     snapshot: Snapshot, notes: Mapping[int, JobNotes], partitions: Collection[str], now_s: float
 ) -> list[OpportunisticJob]:
-    """The jobs that run in these partitions, or may start there. Who came between two questions to Slurm is seen the
-    next time.
+    """Return the jobs that run in these partitions, or may start there. Who came between two questions to Slurm is seen
+    the next time.
 
     Args:
         snapshot: of Slurm.
@@ -148,7 +148,7 @@ def _with_known_times(record: PackingRecord, now_s: float) -> PackingRecord:
 
 
 def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules, *, rests: bool = True) -> PackingRecord:
-    """What is to be written of a job that is taken from its place.
+    """Return what is to be written of a job that is taken from its place.
 
     Args:
         job: which.
@@ -166,13 +166,17 @@ def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules, *, rests: 
 
 
 def is_cut_short(job: OpportunisticJob) -> bool:
-    """Whether Slurm has started a job with a shorter time limit than its own, to have it end before a planned start."""
+    """Return whether Slurm has started a job with a shorter time limit than its own, to have it end before a planned
+    start.
+    """
     limit, now_s = job.record.limit, job.job.time_limit_s
     return bool(limit) and now_s is not None and (not limit.isdigit() or now_s < int(limit) * 60)
 
 
 def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Settlement | None:
-    """What became of a job that waits although it was placed, or starts although it was not; None if nothing did."""
+    """Return what became of a job that waits although it was placed, or starts although it was not; None if nothing
+    did.
+    """
     placed = job.record.placed
     if placed is None:
         return _let_go(job)
@@ -218,7 +222,7 @@ def _let_go(job: OpportunisticJob) -> Settlement | None:
 
 
 def who_holds(job: Job, name: str) -> str:
-    """Who else holds a held job than the guard and the packer, and how it goes on; empty if nobody does.
+    """Return who else holds a held job than the guard and the packer, and how it goes on; empty if nobody does.
 
     The packer holds by `uhold` and `requeuehold`, and Slurm calls neither an operator's.
     """
@@ -230,8 +234,8 @@ def who_holds(job: Job, name: str) -> str:
 
 
 def is_requeued_and_held(job: Job) -> bool:
-    """Whether somebody had a guaranteed job requeued and held, which is no word of its Comment yet: no guard hears of
-    it, and the packer does it to opportunistic jobs alone.
+    """Return whether somebody had a guaranteed job requeued and held, which is no word of its Comment yet: no guard
+    hears of it, and the packer does it to opportunistic jobs alone.
     """
     is_so = job.is_pending and bool(_REQUEUED_AND_HELD.match(job.reason.replace(" ", "_")))
     return is_so and job.num_restarts > held_at(job.comment)
@@ -256,8 +260,8 @@ def waiting_job(job: OpportunisticJob, snapshot: Snapshot, now_s: float, rules: 
 
 
 def why_it_failed(job: Job) -> str:
-    """Why Slurm itself holds a job that it could not start; empty if it does not. Released again and again, it would
-    close one node after the other: Slurm drains a node where a Prolog fails.
+    """Return why Slurm itself holds a job that it could not start; empty if it does not. Released again and again, it
+    would close one node after the other: Slurm drains a node where a Prolog fails.
     """
     if not _FAILED.match(job.reason.replace(" ", "_")):
         return ""
@@ -265,7 +269,7 @@ def why_it_failed(job: Job) -> str:
 
 
 def why_slurm_holds(job: Job) -> str:
-    """Why Slurm itself holds a job, such as one that no node can have (BadConstraints); empty if it does not.
+    """Return why Slurm itself holds a job, such as one that no node can have (BadConstraints); empty if it does not.
 
     Of others that are held its reason is that somebody holds them (job_scheduler.c, job_independent).
     """
@@ -279,7 +283,7 @@ def why_slurm_holds(job: Job) -> str:
 
 
 def fits_no_partition(job: Job) -> bool:
-    """Whether a job that was let go cannot start as its partition is, by Slurm's word (WAIT_PART_CONFIG)."""
+    """Return whether a job that was let go cannot start as its partition is, by Slurm's word (WAIT_PART_CONFIG)."""
     return job.is_pending and job.priority != 0 and job.reason == "PartitionConfig"
 
 
@@ -322,7 +326,7 @@ def _only_nodes(job: OpportunisticJob, snapshot: Snapshot) -> frozenset[str]:
 
 
 def keeps_gres(snapshot: Snapshot) -> bool:
-    """Whether this Slurm keeps a GRES that a job asks for no more."""
+    """Return whether this Slurm keeps a GRES that a job asks for no more."""
     return release_of(snapshot.version) < _FIRST_THAT_FORGETS
 
 
@@ -343,7 +347,7 @@ def _why_nowhere(job: OpportunisticJob, snapshot: Snapshot) -> str:
 
 
 def wrong_place(job: OpportunisticJob, got: tuple[Gres, ...] | None) -> str:
-    """What of a running job is not as it was placed; empty if all is.
+    """Return what of a running job is not as it was placed; empty if all is.
 
     Args:
         job: with a place.
@@ -378,17 +382,17 @@ def slots_of(gres: Iterable[Gres]) -> Counter[int]:
 
 
 def takes_gpus(job: Job) -> bool:
-    """Whether a job has GPUs or shares of them, or asks for some."""
+    """Return whether a job has GPUs or shares of them, or asks for some."""
     return any(job.count(name) for name in ("gpu", *SHARING))
 
 
 def record_name(job: Job) -> str:
-    """How commands call a record with all of its tasks: `33_[3-900]` of `33_[3-900%2]`."""
+    """Return how commands call a record with all of its tasks: `33_[3-900]` of `33_[3-900%2]`."""
     return re.sub(r"%\d+(?=\]$)", "", job.label)
 
 
 def task_names(job: Job) -> list[str]:
-    """How commands call a record, or the first tasks that it stands for."""
+    """Return how commands call a record, or the first tasks that it stands for."""
     if job.array_job_id is None or job.het:
         return [job.label]
     tasks = []

@@ -182,39 +182,39 @@ def wish_of(comment: str) -> GpuWish:
 
 
 def comment_with_gpus(comment: str, gpus: int) -> str:
-    """The Comment of a job that is to get this number of GPUs on each node, whatever it said of that before."""
+    """Return the Comment of a job that is to get this number of GPUs on each node, whatever it said of that before."""
     others = [word for word in comment.split() if not word.startswith(_GPUS)]
     return comment_with(" ".join([*others, f"{_GPUS}{gpus}"]), None)
 
 
 def wants_guarantee(comment: str) -> bool:
-    """Whether the owner of an opportunistic job would rather have a guaranteed one."""
+    """Return whether the owner of an opportunistic job would rather have a guaranteed one."""
     return _value(comment, CLASS_MARK) == GUARANTEED
 
 
 def is_held_by_owner(comment: str) -> bool:
-    """Whether the owner of a job holds it. Slurm's reason does not say it: other holds have the same."""
+    """Return whether the owner of a job holds it. Slurm's reason does not say it: other holds have the same."""
     return HOLD_WORD in comment.split()
 
 
 def is_held_by_operator(comment: str) -> bool:
-    """Whether an operator holds a job by `uhold`."""
+    """Return whether an operator holds a job by `uhold`."""
     return OPERATORS_HOLD_WORD in comment.split()
 
 
 def is_guarded(admin_comment: str) -> bool:
-    """Whether the guard has seen a job, so that nobody but the packer or an operator starts it."""
+    """Return whether the guard has seen a job, so that nobody but the packer or an operator starts it."""
     return _GUARDED_WORD in admin_comment.split()
 
 
 def with_guard(admin_comment: str) -> str:
-    """An AdminComment that says that a job is held as the guard would have held it."""
+    """Return an AdminComment that says that a job is held as the guard would have held it."""
     others = [word for word in admin_comment.split() if word not in (_GUARDED_WORD, _TAKING)]
     return " ".join([*others, _GUARDED_WORD])
 
 
 def with_hold(comment: str) -> str:
-    """A Comment that says that the owner holds the job."""
+    """Return a Comment that says that the owner holds the job."""
     return comment if is_held_by_owner(comment) else f"{comment} {HOLD_WORD}".strip()
 
 
@@ -225,7 +225,7 @@ def held_at(comment: str) -> int:
 
 
 def with_requeuehold(comment: str, num_restarts: int, *, is_owners: bool = True) -> str:
-    """A Comment that says that a job is held since this start: by its owner, or by the packer itself."""
+    """Return a Comment that says that a job is held since this start: by its owner, or by the packer itself."""
     others = [word for word in comment.split() if not word.startswith(_HELD_AT)]
     text = " ".join([*others, f"{_HELD_AT}{num_restarts}"])
     return comment_with(with_hold(text) if is_owners else text, None)
@@ -238,36 +238,36 @@ def granted_gpus(admin_comment: str) -> int | None:
 
 
 def took_gpus(admin_comment: str) -> int:
-    """How many GPUs a guaranteed job had when it was taken back, which it would have again; 0: it never was."""
+    """Return how many GPUs a guaranteed job had when it was taken back, which it would have again; 0: it never was."""
     found = _value(admin_comment, _TOOK)
     return int(found) if _NUMBER_TEXT.fullmatch(found) else 0
 
 
 def with_granted(admin_comment: str, gpus: int) -> str:
-    """An AdminComment that says how many GPUs a job may have."""
+    """Return an AdminComment that says how many GPUs a job may have."""
     others = [word for word in admin_comment.split() if not word.startswith(_GRANTED)]
     return " ".join([*others, f"{_GRANTED}{gpus}"])
 
 
 def with_taken(admin_comment: str, gpus: int) -> str:
-    """An AdminComment that says how many GPUs a job had, more than it was granted."""
+    """Return an AdminComment that says how many GPUs a job had, more than it was granted."""
     others = [word for word in admin_comment.split() if not word.startswith(_TOOK)]
     return " ".join([*others, f"{_TOOK}{gpus}"])
 
 
 def opportunistic_after_s(comment: str) -> float | None:
-    """How long a job waits for quota before it starts as an opportunistic one; None: its owner lets it wait."""
+    """Return how long a job waits for quota before it starts as an opportunistic one; None: its owner lets it wait."""
     after = _value(comment, AFTER_MARK)
     return float(after) if _NUMBER_TEXT.fullmatch(after) else None
 
 
 def holds_comment(job_id: int, num_restarts: int) -> str:
-    """The Comment of a job that keeps a GPU for this start of another one."""
+    """Return the Comment of a job that keeps a GPU for this start of another one."""
     return f"{HOLDS_MARK}{job_id}@{num_restarts}"
 
 
 def upgrade_comment(job_id: int, place: Place, until_s: float) -> str:
-    """The Comment of a job whose Prolog makes another one guaranteed; not after that time."""
+    """Return the Comment of a job whose Prolog makes another one guaranteed; not after that time."""
     return f"{UPGRADE_MARK}{job_id}:{','.join(map(str, place.indices))}@{until_s:.0f}"
 
 
@@ -278,13 +278,13 @@ def held_for(comment: str) -> tuple[int, int] | None:
 
 
 def upgrades(comment: str) -> int | None:
-    """Which job the Prolog of one with this Comment makes guaranteed; None: none."""
+    """Return which job the Prolog of one with this Comment makes guaranteed; None: none."""
     number = comment.removeprefix(UPGRADE_MARK).partition(":")[0] if comment.startswith(UPGRADE_MARK) else ""
     return int(number) if number.isascii() and number.isdecimal() else None
 
 
 def comment_with(comment: str, place: Place | None) -> str:
-    """The Comment of a job: the GPUs first, if it is placed, then the owner's words.
+    """Return the Comment of a job: the GPUs first, if it is placed, then the owner's words.
 
     Where there is no room for all, wishes stay, and each word is whole: half of a wish would be another one.
     """
@@ -301,14 +301,16 @@ def comment_with(comment: str, place: Place | None) -> str:
 
 
 def comment_without_place(comment: str, why: str) -> str:
-    """The Comment of a job that was taken back: that it has no GPU, and, where there is room, why, as one word."""
+    """Return the Comment of a job that was taken back: that it has no GPU, and, where there is room, why, as
+    one word.
+    """
     plain = comment_with(comment, None)
     said = f"{plain} {_TAKEN_BACK}{why.replace(' ', '-')}".strip() if why else plain
     return said if len(said.encode()) < _MOST_COMMENT_BYTES else plain
 
 
 def says_place(comment: str, place: Place) -> bool:
-    """Whether a Comment tells the prolog this place."""
+    """Return whether a Comment tells the prolog this place."""
     return comment.split(" ")[0] == _mark(place)
 
 
@@ -336,7 +338,7 @@ def read_record(admin_comment: str) -> PackingRecord:
 
 
 def with_record(admin_comment: str, record: PackingRecord) -> str:
-    """An AdminComment with this record in the place of an earlier one; others' words stay."""
+    """Return an AdminComment with this record in the place of an earlier one; others' words stay."""
     ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED, _GIVEN_UP, _TAKING, _LIMIT)
     found = [word for word in admin_comment.split() if not word.startswith(ours)]
     if record.placed:
@@ -364,17 +366,17 @@ def with_record(admin_comment: str, record: PackingRecord) -> str:
 
 
 def limit_of(time_limit_s: float | None) -> str:
-    """A job's time limit, as scontrol takes it."""
+    """Return a job's time limit, as scontrol takes it."""
     return _UNLIMITED if time_limit_s is None else f"{-(-time_limit_s // 60):.0f}"
 
 
 def gres_of(place: Place) -> str:
-    """What Slurm is asked for on each node."""
+    """Return what Slurm is asked for on each node."""
     return ",".join(f"opp:p{index}:1" for index in place.indices)
 
 
 def where(place: Place) -> str:
-    """A place, for people."""
+    """Return a place, for people."""
     return f"GPU {','.join(map(str, place.indices))} of {compress(place.nodes)}"
 
 

@@ -45,7 +45,7 @@ class SeenNodes:
         rules: PackingRules,
         switches: Mapping[str, tuple[str, ...]],
     ) -> tuple[GpuNode, ...]:
-        """All nodes with GPUs for opportunistic jobs."""
+        """Return all nodes with GPUs for opportunistic jobs."""
         not_before = _not_before(jobs, rules)
         known = Counter(
             spot

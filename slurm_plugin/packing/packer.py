@@ -62,7 +62,7 @@ class PackerSlurm(QuotaSlurm, Protocol):
     """What the packer asks of Slurm; `PackingSlurm` does it."""
 
     def snapshot(self) -> Snapshot:
-        """The cluster."""
+        """Return the cluster."""
 
     def switches(self) -> dict[str, tuple[str, ...]]:
         """Above each node, the highest first."""
@@ -139,7 +139,7 @@ class Packer:
             self.stopping.wait(interval_s)
 
     def see(self) -> PackingView:
-        """What there is now.
+        """Return what there is now.
 
         Raises:
             HetstreamError: Slurm does not tell.

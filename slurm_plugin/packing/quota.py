@@ -365,8 +365,8 @@ class Excess:
 
 
 def excesses(quotas: Quotas, jobs: Sequence[QuotaJob]) -> tuple[Excess, ...]:
-    """The jobs that hold more GPUs than they were granted: by a request that Slurm understands in another way than who
-    counted it, or by a change while they run. Whose tenant has room for them keeps them.
+    """Return the jobs that hold more GPUs than they were granted: by a request that Slurm understands in another way
+    than who counted it, or by a change while they run. Whose tenant has room for them keeps them.
 
     A quota that was lowered makes nobody of these: what a job was granted is its own until it ends.
     """

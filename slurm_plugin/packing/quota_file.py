@@ -84,7 +84,7 @@ class QuotaFile:
         return self._quotas
 
     def now(self, snapshot: Snapshot) -> Quotas:
-        """The quotas that hold: those of the file, or the last good ones, which is said once."""
+        """Return the quotas that hold: those of the file, or the last good ones, which is said once."""
         try:
             text = self._read()
             if text != self._text:
@@ -120,7 +120,7 @@ class QuotaFile:
 
 
 def quota_site(snapshot: Snapshot, opportunistic: Collection[str], accounts: Collection[str] | None) -> QuotaSite:
-    """What a cluster has, for `read_quotas`."""
+    """Return what a cluster has, for `read_quotas`."""
 
     def num_gpus(partitions: Collection[str]) -> int:
         return sum(node.gpus for node in snapshot.nodes if not set(partitions).isdisjoint(node.partitions))
@@ -190,30 +190,32 @@ class Tenants:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def is_own(self, job: Job) -> bool:
-        """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
+        """Return whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
         return None in (self.packer_uid, job.uid) or job.uid == self.packer_uid
 
     def note_of(self, job: Job) -> str | None:
-        """The AdminComment of a job, that of its leader if it is heterogeneous; None where nobody has read it."""
+        """Return the AdminComment of a job, that of its leader if it is heterogeneous; None where nobody has
+        read it.
+        """
         notes = self.notes.get(job.het.het_job_id if job.het else job.job_id)
         return notes.admin_comment if notes else None
 
     def unguarded(self, snapshot: Snapshot) -> Iterator[Job]:
-        """Jobs of the partitions with quotas, and of opportunistic QOS, that the guard has not seen, but for root's and
-        the packer's own.
+        """Yield jobs of the partitions with quotas, and of opportunistic QOS, that the guard has not seen, but for
+        root's and the packer's own.
         """
         return (
             job for job, notes in self._noted(snapshot) if self._is_users(job) and not is_guarded(notes.admin_comment)
         )
 
     def guarded(self, snapshot: Snapshot) -> Iterator[Job]:
-        """Those of partitions with quotas that it has seen with GPUs."""
+        """Yield those of partitions with quotas that it has seen with GPUs."""
         return (
             job for job, notes in self._noted(snapshot) if self._has_quotas(job) and is_guarded(notes.admin_comment)
         )
 
     def past_the_guard(self, snapshot: Snapshot) -> Iterator[tuple[Job, str]]:
-        """Jobs that the guard would have held, or refused, and why."""
+        """Yield jobs that the guard would have held, or refused, and why."""
         for job, notes in self._noted(snapshot):
             is_seen, has_gpus, qos = is_guarded(notes.admin_comment), takes_gpus(job), self._qos_of(job, snapshot)
             if not self._is_users(job):
@@ -226,7 +228,7 @@ class Tenants:
                 yield job, "it has GPUs where they have quotas, and job_submit.lua has not seen it"
 
     def partitions(self, snapshot: Snapshot) -> frozenset[str]:
-        """All whose jobs are looked at."""
+        """Return all whose jobs are looked at."""
         by_qos = (name for job in snapshot.jobs if self._qos_of(job, snapshot) for name in job.partitions)
         return frozenset((*self.quotas.partitions, *by_qos))
 
@@ -322,7 +324,7 @@ def _names(job: Job) -> list[str]:
 
 
 def why_not_opportunistic(job: Job) -> str:
-    """Why a guaranteed job could not start as an opportunistic one; empty if it could."""
+    """Return why a guaranteed job could not start as an opportunistic one; empty if it could."""
     if job.het:
         return "it is a heterogeneous job"
     if job.count(_GPU) % max(1, job.num_nodes):
@@ -335,31 +337,31 @@ def why_not_opportunistic(job: Job) -> str:
 
 
 def gpus_of_a_node(job: Job) -> int:
-    """How many GPUs a job that could start as an opportunistic one needs on each of its nodes."""
+    """Return how many GPUs a job that could start as an opportunistic one needs on each of its nodes."""
     return max(1, job.count(_GPU) // max(1, job.num_nodes))
 
 
 def is_upgraded(job: OpportunisticJob) -> bool:
-    """Whether it became guaranteed in this start, by the packer's note."""
+    """Return whether it became guaranteed in this start, by the packer's note."""
     upgraded = job.record.upgraded
     return upgraded is not None and upgraded.is_done and _is_of_this_start(job)
 
 
 def is_being_upgraded(job: OpportunisticJob) -> bool:
-    """Whether its nodes may call it guaranteed at any time, or do already."""
+    """Return whether its nodes may call it guaranteed at any time, or do already."""
     upgraded = job.record.upgraded
     return upgraded is not None and not upgraded.is_done and _is_of_this_start(job)
 
 
 def why_not_upgraded(job: OpportunisticJob) -> str:
-    """Why its upgrade was given up when that was tried last in this start; empty if it was not."""
+    """Return why its upgrade was given up when that was tried last in this start; empty if it was not."""
     gone = job.record.given_up
     is_now = gone is not None and job.job.is_running and gone.num_restarts == job.job.num_restarts
     return gone.reason if gone is not None and is_now and job.record.upgraded is None else ""
 
 
 def rests(job: OpportunisticJob, now_s: float, rules: PackingRules) -> bool:
-    """Whether its upgrade is not tried now, because it was given up a short time ago."""
+    """Return whether its upgrade is not tried now, because it was given up a short time ago."""
     gone = job.record.given_up
     return bool(why_not_upgraded(job)) and gone is not None and gone.rests and now_s < gone.at_s + rules.refused_s
 
@@ -394,7 +396,7 @@ class SeenGpus:
         return None if None in found else [gpu for gpu in found if gpu is not None]
 
     def is_ready(self, job: OpportunisticJob) -> bool:
-        """Whether all processes of a job are there, each on a GPU that no guaranteed job has."""
+        """Return whether all processes of a job are there, each on a GPU that no guaranteed job has."""
         number, gpus = str(job.job.job_id), self.of(job)
         return gpus is not None and all(
             number in gpu.guaranteed or (number in {other.job for other in gpu.sharing} and not gpu.is_reserved)
@@ -402,12 +404,12 @@ class SeenGpus:
         )
 
     def is_guaranteed(self, job: OpportunisticJob) -> bool:
-        """Whether a job is guaranteed on all of its GPUs, by the nodes' words."""
+        """Return whether a job is guaranteed on all of its GPUs, by the nodes' words."""
         number, gpus = str(job.job.job_id), self.of(job)
         return gpus is not None and all(number in gpu.guaranteed for gpu in gpus)
 
     def has_begun(self, job: OpportunisticJob) -> bool:
-        """Whether a job is guaranteed on one of its GPUs."""
+        """Return whether a job is guaranteed on one of its GPUs."""
         number, gpus = str(job.job.job_id), self.of(job)
         return gpus is not None and any(number in gpu.guaranteed for gpu in gpus)
 

@@ -146,7 +146,9 @@ Step = Keep | Drop | Upgrade | Note | GiveWay | GiveUp
 
 
 def exempt_priority(snapshot: Snapshot) -> int | None:
-    """The least Priority with which Slurm preempts a running job no more; None where it preempts whatever that is."""
+    """Return the least Priority with which Slurm preempts a running job no more; None where it preempts whatever that
+    is.
+    """
     found = _EXEMPT.search(snapshot.config.get("PreemptParameters", ""))
     if found is None or release_of(snapshot.version) < FIRST_THAT_EXEMPTS:
         return None
@@ -155,7 +157,9 @@ def exempt_priority(snapshot: Snapshot) -> int | None:
 
 
 def priority_of(job: OpportunisticJob, exempt: int | None) -> dict[str, str]:
-    """What is to be changed of a running job's Priority, so that Slurm preempts it exactly if it is opportunistic."""
+    """Return what is to be changed of a running job's Priority, so that Slurm preempts it exactly if it is
+    opportunistic.
+    """
     if exempt is None or is_being_upgraded(job) or is_upgraded(job) == (job.job.priority >= exempt):
         return {}
     return {"Priority": str(exempt if is_upgraded(job) else exempt - 1)}
@@ -171,7 +175,7 @@ def upgrade_steps(
     is_upgrading: bool,
     rules: PackingRules,
 ) -> list[Step]:
-    """What is to be done now for one job.
+    """Return what is to be done now for one job.
 
     Args:
         job: runs as it was placed.
@@ -271,7 +275,7 @@ class QuotaSlurm(Protocol):
     """What is asked of Slurm; `PackingSlurm` does it."""
 
     def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
-        """What stands in the jobs of these partitions."""
+        """Return what stands in the jobs of these partitions."""
 
     def update(self, job_id: str, fields: Mapping[str, str]) -> None:
         """Change a job."""
@@ -289,7 +293,7 @@ class QuotaSlurm(Protocol):
         """Node and number of each GPU of a running job; empty where that is in doubt."""
 
     def got(self, job_id: str) -> tuple[Gres, ...] | None:
-        """What a running job was given; None if that is in doubt."""
+        """Return what a running job was given; None if that is in doubt."""
 
     def hold(self, job_id: str) -> None:
         """Keep it from starting."""
@@ -348,8 +352,8 @@ class QuotaPacker:
         self._excesses: set[tuple[str, int]] = set()  # jobs, and their starts, that had too many GPUs at the last look
 
     def with_given_gpus(self, snapshot: Snapshot, tenants: Tenants) -> Snapshot:
-        """The cluster, with what was given to running jobs where the site does not account for gres/gpu: those with
-        quota, and those that the guard has not seen and whose records name no GPU.
+        """Return the cluster, with what was given to running jobs where the site does not account for gres/gpu: those
+        with quota, and those that the guard has not seen and whose records name no GPU.
 
         A request says nothing of it: slurmctld makes GPUs of `--ntasks-per-gpu` and of whole nodes, and chooses nodes
         and tasks. Each start is asked about once, and again on other nodes.
@@ -683,7 +687,7 @@ def _has_more(job: Job, gres: Sequence[Gres]) -> bool:
 
 
 def cannot_wait(error: SlurmCommandError) -> bool:
-    """Whether a job can neither be held nor requeued: it has no batch script, or is one of scrontab.
+    """Return whether a job can neither be held nor requeued: it has no batch script, or is one of scrontab.
 
     Another refusal, such as one for want of rights, says nothing of the job.
     """
@@ -692,7 +696,7 @@ def cannot_wait(error: SlurmCommandError) -> bool:
 
 
 def waits(quota: QuotaView) -> Iterator[PackingEvent]:
-    """Who waits for quota, and why."""
+    """Yield who waits for quota, and why."""
     for decision in quota.decisions:
         if decision.verdict in _WAITS:
             yield PackingEvent(_WAITS[decision.verdict], decision.job.name, decision.reason)
@@ -701,7 +705,7 @@ def waits(quota: QuotaView) -> Iterator[PackingEvent]:
 
 
 def would(quota: QuotaView) -> Iterator[PackingEvent]:
-    """What would be done, by a packer that only observes."""
+    """Yield what would be done, by a packer that only observes."""
     for name, (_, why) in quota.unguarded.items():
         yield PackingEvent("would hold", name, why)
     for excess in quota.excesses:

@@ -18,7 +18,7 @@ class Place:
     indices: tuple[int, ...]
 
     def gpus(self) -> list[tuple[str, int]]:
-        """Each GPU, as node and number."""
+        """Return each GPU, as node and number."""
         return [(node, index) for node in self.nodes for index in self.indices]
 
 
@@ -146,7 +146,9 @@ class PackingState:
 
 
 def by_number(name: str) -> tuple[list[int], str]:
-    """The order of jobs that were submitted in the same second, such as the tasks of an array: 33_9 before 33_10."""
+    """Return the order of jobs that were submitted in the same second, such as the tasks of an array: 33_9 before
+    33_10.
+    """
     return [int(digits) for digits in re.findall("[0-9]{1,18}", name)], name
 
 
@@ -194,7 +196,7 @@ class PackingRules:
     busy_s: float = 30.0
 
     def delay_s(self, num_evictions: int) -> float:
-        """How long to wait after a number of evictions."""
+        """Return how long to wait after a number of evictions."""
         doublings = min(num_evictions - 1, 20)  # no longer than the longest, and no overflow
         return min(self.longest_delay_s, self.first_delay_s * 2**doublings) if num_evictions > 0 else 0.0
 

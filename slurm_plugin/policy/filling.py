@@ -83,7 +83,7 @@ def limits_of(table: JobTable) -> Ints:
 
 
 def pieces_of(table: JobTable) -> Pieces:
-    """The curves from each job's minimum to its limit, as far as they rise."""
+    """Return the curves from each job's minimum to its limit, as far as they rise."""
     bends = _bends_of(table)
     cut = np.clip(bends.knots, table.minimum[:, None], limits_of(table)[:, None])
     start = cut[:, :-1]
@@ -151,7 +151,7 @@ _ROUNDING = 1e-9
 
 
 def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
-    """How many of each are taken, in this order, as far as the budget goes; what does not fit is passed over.
+    """Return how many of each are taken, in this order, as far as the budget goes; what does not fit is passed over.
 
     Args:
         counts: the most of each.
@@ -177,7 +177,7 @@ def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
 
 
 def ascending(keys: Floats, ties: Ints) -> npt.NDArray[np.intp]:
-    """The order of keys, of equal ones by the second key, then as they stand.
+    """Return the order of keys, of equal ones by the second key, then as they stand.
 
     NumPy sorts several times as fast where equal keys may come in any order, and most keys have no equal.
     """
@@ -277,7 +277,7 @@ def fill_to_level(table: JobTable, pool: Pool, top: Ints, knots: Floats, levels:
 
 
 def with_reasons(table: JobTable, pool: Pool, pieces: Pieces, workers: Ints) -> Allocation:
-    """The allocation, with the reasons that numbers alone tell."""
+    """Return the allocation, with the reasons that numbers alone tell."""
     left = pool.cpus - int((workers * table.cpus).sum())
     saturation, limits = saturation_of(table, pieces), limits_of(table)
     reasons = np.where(workers > table.minimum, Reason.SHARED, Reason.MINIMUM).astype(np.int8)

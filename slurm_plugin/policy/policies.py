@@ -104,7 +104,9 @@ def fair(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: ARG0
 
 
 def with_leftovers(policy: Policy) -> Policy:
-    """The policy, after which jobs keep what they have, as far as CPUs are left; the least for its weight first."""
+    """Return the policy, after which jobs keep what they have, as far as CPUs are left; the least for its
+    weight first.
+    """
 
     def kept(table: JobTable, pool: Pool, now_s: float) -> Allocation:
         found = policy(table, pool, now_s)
@@ -223,7 +225,7 @@ class Rules:
 
 
 def under_all_rules(policy: Policy, rules: Rules | None = None) -> Policy:
-    """The policy as the daemon runs it.
+    """Return the policy as the daemon runs it.
 
     Raises:
         PolicyError: when it is called: the policy gave out what it must not.
@@ -236,7 +238,7 @@ def under_all_rules(policy: Policy, rules: Rules | None = None) -> Policy:
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of this name.
+    """Return the policy of this name.
 
     Raises:
         PolicyError: there is none.

@@ -22,7 +22,7 @@ _MAX_ROUNDS = 4
 
 
 def caps_of(names: Iterable[str], caps: Mapping[str, int]) -> Ints | None:
-    """The caps of groups in the order of their codes; None if there are none at all.
+    """Return the caps of groups in the order of their codes; None if there are none at all.
 
     Args:
         names: of the groups.
@@ -34,7 +34,7 @@ def caps_of(names: Iterable[str], caps: Mapping[str, int]) -> Ints | None:
 
 
 def with_caps(policy: Policy) -> Policy:
-    """The policy within `Pool.user_caps` and `Pool.tenant_caps`."""
+    """Return the policy within `Pool.user_caps` and `Pool.tenant_caps`."""
 
     def capped(table: JobTable, pool: Pool, now_s: float) -> Allocation:
         caps = ((table.user, pool.user_caps, Reason.USER_CAP), (table.tenant, pool.tenant_caps, Reason.TENANT_CAP))
@@ -113,7 +113,7 @@ FLOOR = 0.05
 
 
 def with_floor(policy: Policy, floor: float = FLOOR) -> Policy:
-    """The policy above this floor.
+    """Return the policy above this floor.
 
     Args:
         policy: divides what is above the floor.
@@ -165,7 +165,7 @@ def with_staleness(
     fall_back_after_s: float = FALL_BACK_AFTER_S,
     cpus_per_gpu: float = MACHINE_CPUS_PER_GPU,
 ) -> Policy:
-    """The policy, for the jobs of which something is known.
+    """Return the policy, for the jobs of which something is known.
 
     Args:
         policy: divides.
@@ -246,7 +246,7 @@ class MoveCost:
 
 
 def with_steadiness(policy: Policy, cost: MoveCost | None = None, floor: float = FLOOR) -> Policy:
-    """The policy without moves that do not pay.
+    """Return the policy without moves that do not pay.
 
     Args:
         policy: says where everybody should be.

@@ -51,7 +51,7 @@ class Reason(IntEnum):
 
 
 def explain(table: JobTable, pool: Pool, allocation: Allocation, row: int) -> str:
-    """The reason of one row in words, for its user and for the admin."""
+    """Return the reason of one row in words, for its user and for the admin."""
     workers, minimum, wanted, cpus = (
         int(column[row]) for column in (allocation.workers, table.minimum, table.wanted, table.cpus)
     )
@@ -157,7 +157,7 @@ class JobTable:
         return len(self.job_id)
 
     def rows(self, chosen: npt.NDArray[Any]) -> JobTable:
-        """The table of these rows alone.
+        """Return the table of these rows alone.
 
         Args:
             chosen: a mask, or ascending numbers of rows.
@@ -217,7 +217,7 @@ _INTS = frozenset({"job_id", "minimum", "wanted", "current", "cpus", "cap", "ten
 
 
 def job_table(job_id: npt.ArrayLike, wanted: npt.ArrayLike, **columns: npt.ArrayLike) -> JobTable:
-    """A table of jobs in any order, with the usual values for what is left out.
+    """Return a table of jobs in any order, with the usual values for what is left out.
 
     Without a curve, speed grows in proportion to the CPUs and is 1 with all that a job wants.
 
@@ -248,7 +248,7 @@ def job_table(job_id: npt.ArrayLike, wanted: npt.ArrayLike, **columns: npt.Array
 
 
 def allocation(workers: Ints, reasons: npt.ArrayLike = Reason.SHARED) -> Allocation:
-    """An allocation with one reason for all rows, or one for each."""
+    """Return an allocation with one reason for all rows, or one for each."""
     return Allocation(workers, np.broadcast_to(np.asarray(reasons, np.int8), workers.shape).copy())
 
 
@@ -284,7 +284,7 @@ def check_table(table: JobTable) -> None:
 
 
 def checked(policy: Policy) -> Policy:
-    """The policy, whose every answer is checked."""
+    """Return the policy, whose every answer is checked."""
 
     def careful(table: JobTable, pool: Pool, now_s: float) -> Allocation:
         found = policy(table, pool, now_s)

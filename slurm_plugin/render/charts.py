@@ -82,7 +82,7 @@ class Axis:
 def line_chart(
     series: Sequence[Series], x: Axis, y: Axis, width: int, height: int, title: str, hints: Sequence[Hint] = ()
 ) -> str:
-    """Lines with their names at their ends."""
+    """Return lines with their names at their ends."""
     right = 12 + _CHAR * max((len(curve.name) + 2 for curve in series), default=0)
     plot = _Plot(x, y, width, height, right)
     parts = [*plot.axes()]
@@ -172,7 +172,7 @@ def _painted(shape: str, form: str, paint: tuple[str, str], kind: int) -> str:
 
 
 def cell(name: str, value: str, kind: int, hint: str, large: bool, level: float = 1.0, which: str = "") -> str:
-    """One node of a heat map: a pattern and a colour, and where there is room its name and value.
+    """Return one node of a heat map: a pattern and a colour, and where there is room its name and value.
 
     Args:
         kind: which fill and pattern.
@@ -195,7 +195,7 @@ def cell(name: str, value: str, kind: int, hint: str, large: bool, level: float 
 
 
 def patterns() -> str:
-    """The patterns that fills have; once in a page. Those of causes are of the card's colour, on any fill."""
+    """Return the patterns that fills have; once in a page. Those of causes are of the card's colour, on any fill."""
     shapes = (
         '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4" stroke-width="2"/>',
         '<path d="M0 8l8-8M-2 2l4-4M6 10l4-4" stroke-width="0.8"/>',
@@ -224,7 +224,7 @@ def legend(names: Iterable[tuple[int, str]], paint: tuple[str, str] = CLASSES) -
 
 
 def with_gaps(points: Sequence[Point]) -> list[Point]:
-    """The points, with a break wherever far fewer were taken than usual."""
+    """Return the points, with a break wherever far fewer were taken than usual."""
     if len(points) < 3:
         return list(points)
     usual = median(b[0] - a[0] for a, b in pairwise(points))
@@ -237,21 +237,21 @@ def with_gaps(points: Sequence[Point]) -> list[Point]:
 
 
 def count_axis(high: float) -> Axis:
-    """An axis of counts from 0, with a few round ticks."""
+    """Return an axis of counts from 0, with a few round ticks."""
     step = _round_step(max(high, 4.0) / 4)
     top = step * math.ceil(max(high, 1.0) / step)
     return Axis(0.0, top, [(step * place, f"{step * place:,.0f}") for place in range(round(top / step) + 1)])
 
 
 def share_axis(high: float = 1.0) -> Axis:
-    """An axis of shares, from 0 to 100 %, or to what the highest needs."""
+    """Return an axis of shares, from 0 to 100 %, or to what the highest needs."""
     step = max(0.25, _round_step(high / 4) if high > 1 else 0.0)
     num = max(4, math.ceil(high / step))
     return Axis(0.0, step * num, [(step * place, f"{100 * step * place:,.0f} %") for place in range(num + 1)])
 
 
 def time_axis(start_s: float, end_s: float, most: int) -> Axis:
-    """An axis of moments with ticks at round times of the clock here, no two of which have the same label."""
+    """Return an axis of moments with ticks at round times of the clock here, no two of which have the same label."""
     span_s = end_s - start_s
     step_s = next(
         (step for step in _CLOCK_STEPS_S if span_s <= step * most), 30 * 86400 * math.ceil(span_s / (30 * 86400 * most))
@@ -264,7 +264,7 @@ def time_axis(start_s: float, end_s: float, most: int) -> Axis:
 
 
 def ticked(low: float, high: float, num_ticks: int, text: Callable[[float], str]) -> Axis:
-    """An axis with ticks at even distances."""
+    """Return an axis with ticks at even distances."""
     step = (high - low) / max(1, num_ticks - 1)
     return Axis(low, high, [(low + step * place, text(low + step * place)) for place in range(num_ticks)])
 
@@ -297,7 +297,9 @@ class _Plot:
         return parts
 
     def pointed_at(self, hints: Sequence[Hint]) -> list[str]:
-        """A band for each hint, as far as to the middle between it and the next; it shows when it is pointed at."""
+        """Return a band for each hint, as far as to the middle between it and the next; it shows when it is
+        pointed at.
+        """
         places = [self.x(at) for at, _ in hints]
         edges = [float(_LEFT), *((a + b) / 2 for a, b in pairwise(places)), self._width - self._right]
         high = self._height - _TOP - _BOTTOM
@@ -365,7 +367,7 @@ WIDE, NARROW, HEIGHT = 560, 330, 220
 
 
 def document(title: str, body: str, footer: str = "", refresh_s: int = 0) -> str:
-    """A whole page.
+    """Return a whole page.
 
     Args:
         title: plain text.
@@ -384,22 +386,22 @@ def document(title: str, body: str, footer: str = "", refresh_s: int = 0) -> str
 
 
 def card(title: str, body: str, wide: bool = False) -> str:
-    """One thing with its title."""
+    """Return one thing with its title."""
     return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{body}</section>'
 
 
 def nothing(text: str) -> str:
-    """A line in the place of what is not there."""
+    """Return a line in the place of what is not there."""
     return f'<p class="nothing">{escape(text)}</p>'
 
 
 def both(draw: Callable[[int], str]) -> str:
-    """A chart for desktops and one for phones."""
+    """Return a chart for desktops and one for phones."""
     return f'<div class="on-wide">{draw(WIDE)}</div><div class="on-narrow">{draw(NARROW)}</div>'
 
 
 def tiles(shown: Iterable[tuple[str, str, str]]) -> str:
-    """Figures in a row: name, value, and a note."""
+    """Return figures in a row: name, value, and a note."""
     inside = "".join(
         f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b> <span>{escape(note)}</span></dd></div>"
         for name, value, note in shown
@@ -408,7 +410,7 @@ def tiles(shown: Iterable[tuple[str, str, str]]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], empty: str, which: Sequence[str] = ()) -> str:
-    """A table; on phones each row is a card of its own.
+    """Return a table; on phones each row is a card of its own.
 
     Args:
         head: titles of the columns.
@@ -532,7 +534,7 @@ def _shortened(head: Sequence[str], lines: Sequence[Sequence[object]], empty: st
 
 
 def shared_gpu_sections(seen: Observation) -> tuple[list[Section], list[str]]:
-    """The same as tables, and what is to be noted."""
+    """Return the same as tables, and what is to be noted."""
     if seen.shared is None:
         return [], []
     if seen.shared.missing:

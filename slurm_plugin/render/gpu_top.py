@@ -28,7 +28,7 @@ _COLUMNS = (
 
 
 def render(seen: GpuTable, color: bool = False, width: int | None = None) -> list[str]:
-    """The lines of one table.
+    """Return the lines of one table.
 
     Args:
         seen: what to show.

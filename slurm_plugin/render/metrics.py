@@ -109,7 +109,7 @@ class ClusterCollector(ReadingCollector):
         super().__init__(Reading())
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics; called by prometheus_client for each scrape."""
+        """Yield the metrics; called by prometheus_client for each scrape."""
         reading: Reading = self.reading
         yield from families(_READING, [], [([], reading)])
         errors: list[Column[int]] = [("hetstream_read_errors_total", "Readings that failed.", lambda count: count)]
@@ -218,7 +218,7 @@ class GpuCollector(ReadingCollector):
             self.reading = GpuReading()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics; called by prometheus_client for each scrape."""
+        """Yield the metrics; called by prometheus_client for each scrape."""
         table: GpuTable | None = self.reading.table
         text = "Whether the coordinator answered the last time (1) or not (0)."
         up: list[Column[GpuReading]] = [("hetstream_gpu_up", text, lambda reading: float(reading.table is not None))]

@@ -93,15 +93,15 @@ class _Partitions:
         self._views = {name: place for place, name in enumerate(names, 1)} if len(names) > 1 else {}
 
     def mark(self, views: Iterable[int]) -> str:
-        """The attribute of what is in these views."""
+        """Return the attribute of what is in these views."""
         return f' data-in="{" ".join(map(str, sorted(views)))}"' if self._views else ""
 
     def of(self, partitions: Iterable[str]) -> set[int]:
-        """The views of something in these partitions."""
+        """Return the views of something in these partitions."""
         return {0, *(self._views[name] for name in partitions if name in self._views)}
 
     def table(self, head: Sequence[str], rows: Iterable[tuple[Iterable[str], Sequence[object]]], empty: str) -> str:
-        """A table with the first rows of each view.
+        """Return a table with the first rows of each view.
 
         Args:
             head, empty: see `html_table`.
@@ -118,7 +118,7 @@ class _Partitions:
         return html_table(head, [row for row, _ in shown], empty, [mark for _, mark in shown]) + none
 
     def choice(self, seen: Observation) -> str:
-        """The links that choose, and figures of what is chosen."""
+        """Return the links that choose, and figures of what is chosen."""
         if not self._views:
             return ""
         links, lines, rules = ['<a id="in0" href="#in0">all</a>'], [], ["body:not(:has(.in:target)) "]
@@ -141,7 +141,7 @@ class _Partitions:
 
 
 def page(seen: Observation, samples: Sequence[Sample], prices: Prices | None = None, refresh_s: int = 0) -> str:
-    """The document.
+    """Return the document.
 
     Args:
         seen: the cluster now.
@@ -173,7 +173,7 @@ def page(seen: Observation, samples: Sequence[Sample], prices: Prices | None = N
 
 
 def unavailable(error: str, refresh_s: int) -> str:
-    """The document while slurmctld does not answer."""
+    """Return the document while slurmctld does not answer."""
     body = f"<header><h1>Slurm does not answer</h1><p>{escape(error)}</p></header>"
     return document("hetstream: no answer", body, "", refresh_s)
 
@@ -470,7 +470,7 @@ def _gain(finding: Advice) -> tuple[object, ...]:
 
 
 def binned(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
-    """The samples in a limited number of spans of equal length; empty spans are left out."""
+    """Return the samples in a limited number of spans of equal length; empty spans are left out."""
     if len(samples) <= most:
         return [[sample] for sample in samples]
     start_s, end_s = samples[0].taken_s, samples[-1].taken_s
@@ -564,6 +564,6 @@ def serve_documents(
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ServeError:
-    """The error that says what to do."""
+    """Return the error that says what to do."""
     where = host if host.startswith(PRIVATE) else f"{host}:{port}"
     return ServeError(f"{where} cannot be listened on: {error.strerror or error}. Give another one: --listen=HOST:PORT")

@@ -157,7 +157,7 @@ class _Layout:
 
 
 def wrapped(line: str, width: int | None, indent: int | None = None) -> list[str]:
-    """A line as several that fit, without a word that is broken.
+    """Return a line as several that fit, without a word that is broken.
 
     Args:
         line: of words, perhaps after a name and two blanks or more, below which the other lines do not stand.
@@ -196,12 +196,12 @@ _STATES = {
 
 
 def by_state(row: Row) -> str:
-    """The colour of a state in Slurm's spelling."""
+    """Return the colour of a state in Slurm's spelling."""
     return next((mark for mark, states in _STATES.items() if str(row["state"]).split("+")[0] in states), "")
 
 
 def rate_words(per_s: float) -> str:
-    """A rate with two or three figures."""
+    """Return a rate with two or three figures."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}"
 
 
@@ -254,7 +254,7 @@ class Report:
 
 
 def as_table(report: Report, color: bool, width: int | None = None) -> list[str]:
-    """The lines for a terminal; names in them may be anybody's.
+    """Return the lines for a terminal; names in them may be anybody's.
 
     Args:
         report: what to say.
@@ -283,7 +283,7 @@ def as_table(report: Report, color: bool, width: int | None = None) -> list[str]
 
 
 def as_json(report: Report) -> str:
-    """One JSON document with `meta.version`."""
+    """Return one JSON document with `meta.version`."""
     document: dict[str, Any] = {
         "meta": {"version": SCHEMA_VERSION, **report.meta},
         "summary": report.summary,
@@ -294,7 +294,7 @@ def as_json(report: Report) -> str:
 
 
 def as_csv(report: Report) -> str:
-    """The first table with a head line of keys; lists are joined by blanks, what is not known is empty.
+    """Return the first table with a head line of keys; lists are joined by blanks, what is not known is empty.
 
     Control characters in names are written out: a table is looked at on terminals. JSON has the names as they are.
     """
@@ -341,7 +341,7 @@ def signed(value: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Figures over time, each as a bar of the height of a letter; the greatest is as high as it."""
+    """Return figures over time, each as a bar of the height of a letter; the greatest is as high as it."""
     most = max(values, default=0.0)
     return "".join(_BARS[int(value / most * (len(_BARS) - 1))] if most > 0 else _BARS[0] for value in values)
 
@@ -350,7 +350,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def partition_words(names: Sequence[str], most: int = 24) -> str:
-    """Names of partitions with commas; of many as many as take about so much room, and how many others there are."""
+    """Return names of partitions with commas; of many as many as take about so much room, and how many others there
+    are.
+    """
     shown = ",".join(names)
     if len(shown) <= most or len(names) == 1:
         return shown
@@ -372,7 +374,7 @@ _SAME = 0.01
 
 
 def remaining_words(job: JobNow) -> str:
-    """One line."""
+    """Return one line."""
     if job.claimed_s is None:
         return "remaining work: nobody says how much, so it counts as the median of the others"
     claimed, sigma = job.claimed_s, job.claimed_sigma or 0.0

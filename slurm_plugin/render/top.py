@@ -47,7 +47,7 @@ _LEAST_LOOKS = 5
 def render(
     status: Status, name: str, color: bool = False, width: int | None = None, speeds: Sequence[float] = ()
 ) -> list[str]:
-    """The lines of one table.
+    """Return the lines of one table.
 
     Args:
         status: what to show.

@@ -128,7 +128,7 @@ class JobPlaces:
         self._changed = nodes.follow()
 
     def find(self, shape: Shape) -> StartPlace | None:
-        """Where a job fits: on the node that the placement chooses, else on the fewest; None if nowhere."""
+        """Return where a job fits: on the node that the placement chooses, else on the fewest; None if nowhere."""
         self._look()
         if shape.gpus == 1:
             parts = place_gang(self._seen, _asked(shape, 1), shape.units, self._placement)
@@ -152,7 +152,7 @@ class JobPlaces:
 
 
 def typical_shapes(nodes: Nodes, expected: Iterable[Shape]) -> TypicalShapes:
-    """What jobs with GPUs ask of one node; those that no node can hold, of each of several.
+    """Return what jobs with GPUs ask of one node; those that no node can hold, of each of several.
 
     To a job without GPUs all free GPUs are of no use, wherever they are: it says nothing of places.
     """
@@ -332,7 +332,7 @@ class Division:
         return nodes.for_workers(self._options.cpus, self._memory_gib)
 
     def next_ready_s(self) -> float:
-        """When data workers that start are ready."""
+        """Return when data workers that start are ready."""
         return self._starting[0].ready_s if self._starting else np.inf
 
     def forget(self, row: int) -> None:

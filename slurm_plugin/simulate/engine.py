@@ -49,11 +49,11 @@ class Failures:
             heapq.heapify(self._queue)
 
     def next_s(self) -> float:
-        """When it is."""
+        """Return when it is."""
         return self._queue[0][0] if self._queue else math.inf
 
     def due(self, now_s: float) -> list[tuple[int, bool]]:
-        """Nodes that change now, and whether they fail."""
+        """Return nodes that change now, and whether they fail."""
         found = []
         while self._queue and self._queue[0][0] <= now_s:
             _, node, fails = heapq.heappop(self._queue)
@@ -93,7 +93,7 @@ class Freeing:
         self._count(shape, 1)
 
     def next_s(self) -> float:
-        """When something is free next."""
+        """Return when something is free next."""
         return self._held[0][0] if self._held else float("inf")
 
     def give_back(self, nodes: Nodes, now_s: float) -> bool:
@@ -166,7 +166,7 @@ class Reservation:
                 self.start_s, self._then = float(ends_s[rows[middle - 1]]), then
 
     def allows(self, shape: Shape, placement: StartPlace, end_s: float) -> bool:
-        """Whether another job may start now there, which is planned to end then."""
+        """Return whether another job may start now there, which is planned to end then."""
         if end_s <= self.start_s:
             return True
         self._then.take(shape, placement)
@@ -262,7 +262,7 @@ class _Engine:
         self._num_events = self._num_job_events = self._num_done = 0
 
     def run(self, progress: Progress | None) -> Outcome:
-        """The loop."""
+        """Return the loop."""
         while self._num_done + len(self._rejected) < len(self._workload):
             then_s = self._next_s()
             if then_s == math.inf:

@@ -102,7 +102,7 @@ class Metrics:
 
 
 def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | None = None) -> Metrics:
-    """The figures of a run.
+    """Return the figures of a run.
 
     Args:
         outcome: of it.
@@ -229,7 +229,7 @@ def _of_packing(outcome: Outcome, window_s: float) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """A 95 % interval of the mean, by bootstrap over runs; the value itself, twice, if there is one run."""
+    """Return a 95 % interval of the mean, by bootstrap over runs; the value itself, twice, if there is one run."""
     sample = np.asarray(values, dtype=float)
     if len(sample) < 2:
         return float(sample[0]), float(sample[0])
@@ -284,12 +284,12 @@ class Compared:
     first: Outcome
 
     def mean(self, name: str) -> float | None:
-        """The mean of a figure over the seeds; None if it is not known."""
+        """Return the mean of a figure over the seeds; None if it is not known."""
         values = self._values(name)
         return sum(values) / len(values) if values else None
 
     def interval(self, name: str) -> tuple[float, float] | None:
-        """Its 95 % interval."""
+        """Return its 95 % interval."""
         values = self._values(name)
         return interval(values) if values else None
 
@@ -299,7 +299,7 @@ class Compared:
         return {cause: sum(run.wait_by_cause_s[cause] for run in self.runs) / len(self.runs) for cause in causes}
 
     def row(self) -> dict[str, Any]:
-        """All figures, for JSON and CSV; those of more than one seed with `_low` and `_high`."""
+        """Return all figures, for JSON and CSV; those of more than one seed with `_low` and `_high`."""
         found: dict[str, Any] = {"policy": self.policy, "discipline": self.discipline, "num_seeds": len(self.runs)}
         for field in fields(Metrics):
             if field.name == "wait_by_cause_s":
@@ -317,7 +317,7 @@ class Compared:
 
 
 def scenario_of(policy: str, discipline: Discipline, base: Scenario) -> Scenario:
-    """The scenario of a policy or baseline, with all options of another one.
+    """Return the scenario of a policy or baseline, with all options of another one.
 
     Args:
         policy: its name.

@@ -46,7 +46,7 @@ class Asked:
 
 
 def asked_of(workload: Workload, cluster: Cluster, scenario: Scenario) -> Asked:
-    """What the jobs hold under this scenario."""
+    """Return what the jobs hold under this scenario."""
     packed = np.zeros(len(workload), dtype=bool)
     if scenario.packing is not None and workload.sharing is not None:
         packed = workload.sharing.is_opportunistic & (workload.num_gpus > 0)
@@ -112,7 +112,7 @@ class Packing:
         self._since_s = 0.0
 
     def next_s(self) -> float:
-        """When the packer looks next."""
+        """Return when the packer looks next."""
         return self._look_s
 
     @property
@@ -133,11 +133,11 @@ class Packing:
         self._is_due = True
 
     def waited_s(self, job: int, now_s: float) -> float:
-        """An opportunistic job starts: how long it has waited."""
+        """Note that an opportunistic job starts. Return how long it has waited."""
         return now_s - self._waiting.pop(job)
 
     def hosts(self, row: int) -> list[int]:
-        """A guaranteed job has started: it gets GPUs. The rows of jobs that must leave them."""
+        """Note that a guaranteed job has started: it gets GPUs. Return the rows of jobs that must leave them."""
         held = self._running.placements[row]
         assert held is not None, f"row {row} is free"
         shape, placement = held
@@ -176,12 +176,12 @@ class Packing:
         self.submit(job, now_s)
 
     def too_large(self) -> dict[int, str]:
-        """Jobs that no GPUs of this cluster would suffice for."""
+        """Return jobs that no GPUs of this cluster would suffice for."""
         parts = {job: self._parts(job) for job in np.flatnonzero(self._asked.is_opportunistic).tolist()}
         return {job: _TOO_LARGE for job, part in parts.items() if part is None}
 
     def find(self, shape: Shape, find: Callable[[Shape], StartPlace | None]) -> StartPlace | None:
-        """Where a guaranteed job fits: opportunistic jobs are in nobody's way.
+        """Return where a guaranteed job fits: opportunistic jobs are in nobody's way.
 
         Args:
             shape: of the job.
@@ -194,7 +194,9 @@ class Packing:
         return without(shape) if find == self._nodes.find else find(shape) or without(shape)
 
     def in_the_way(self, shape: Shape, placement: StartPlace) -> list[int]:
-        """Rows of opportunistic jobs that must leave so that a guaranteed one has its CPUs and memory: the newest."""
+        """Return rows of opportunistic jobs that must leave so that a guaranteed one has its CPUs and memory: the
+        newest.
+        """
         found: list[int] = []
         nodes = [*placement.nodes.tolist(), *placement.extra_nodes.tolist()]
         cpus = [*(placement.units * shape.cpus).tolist(), *placement.extra_cpus.tolist()]
@@ -214,7 +216,7 @@ class Packing:
         return found
 
     def without_them(self) -> tuple[Nodes, Set[int]]:
-        """The nodes as they would be if all opportunistic jobs left, and the rows of these."""
+        """Return the nodes as they would be if all opportunistic jobs left, and the rows of these."""
         nodes = self._nodes.copy()
         nodes.give_back_all([self._held(row) for row in self._shared])
         return nodes, self._shared.keys()

@@ -84,12 +84,12 @@ class Nodes:
         self._changed: set[int] | None = None
 
     def follow(self) -> set[int]:
-        """The numbers of nodes that change from now on; whoever reads them takes them out."""
+        """Return the numbers of nodes that change from now on; whoever reads them takes them out."""
         self._changed = set()
         return self._changed
 
     def copy(self) -> Nodes:
-        """The same state, for plans."""
+        """Return the same state, for plans."""
         other = Nodes.__new__(Nodes)
         other.cluster, other._has_memory, other._most = self.cluster, self._has_memory, self._most
         other.gpus, other.cpus, other.memory_gib = self.gpus.copy(), self.cpus.copy(), self.memory_gib.copy()
@@ -97,14 +97,16 @@ class Nodes:
         return other
 
     def with_fewer_gpus(self, taken: Floats) -> Nodes:
-        """The same state, for plans, with more GPUs of each node taken."""
+        """Return the same state, for plans, with more GPUs of each node taken."""
         other = self.copy()
         other.gpus -= taken
         other._rank = np.where(other.is_up, other.gpus * _MORE + other.cpus, np.inf)
         return other
 
     def find(self, shape: Shape) -> StartPlace | None:
-        """Where a shape fits: on one node if any has the room, the one with least free; else on the fewest nodes."""
+        """Return where a shape fits: on one node if any has the room, the one with least free; else on the fewest
+        nodes.
+        """
         units, gpus, cpus, memory_gib, _ = shape
         fits = self.cpus >= units * cpus
         if gpus:
@@ -130,7 +132,7 @@ class Nodes:
         return self.placed(shape, nodes, counts)
 
     def placed(self, shape: Shape, nodes: Ints, counts: Ints) -> StartPlace | None:
-        """The placement by units on each of these nodes; None if the CPUs that it has anywhere are not there."""
+        """Return the placement by units on each of these nodes; None if the CPUs that it has anywhere are not there."""
         if not shape.extra_cpus:
             return StartPlace(nodes, counts, _NOWHERE, _NOTHING)
         return self._with_extra(nodes, counts, shape.cpus, shape.extra_cpus)
@@ -147,7 +149,7 @@ class Nodes:
         return StartPlace(nodes, counts, order[places], given[places])
 
     def room(self, gpus: float, cpus: float, memory_gib: float) -> Ints:
-        """How many units of a kind each node has room for."""
+        """Return how many units of a kind each node has room for."""
         room = np.full(len(self.cpus), np.inf)
         if gpus:
             room = np.floor(self.gpus / gpus)
@@ -160,7 +162,7 @@ class Nodes:
         return whole
 
     def why_not(self, shape: Shape) -> str:
-        """Which resource a shape that fits nowhere waits for."""
+        """Return which resource a shape that fits nowhere waits for."""
         units = shape.units
         if shape.gpus and self.room(shape.gpus, 0.0, 0.0).sum() < units:
             return GPUS
@@ -321,7 +323,7 @@ class Running:
         self._free: list[int] = []
 
     def add(self, job: int, shape: Shape, placement: StartPlace, values: dict[str, Any]) -> int:
-        """A job starts; its row."""
+        """Note that a job starts. Return its row."""
         if self._free:
             row = heapq.heappop(self._free)
         else:
@@ -337,7 +339,7 @@ class Running:
         return row
 
     def remove(self, row: int) -> tuple[Shape, StartPlace]:
-        """A job runs no more; what it held."""
+        """Note that a job runs no more. Return what it held."""
         held = self.placements[row]
         assert held is not None, f"row {row} is free"
         self.job[row] = -1
@@ -375,19 +377,20 @@ class Running:
         return left
 
     def next_end(self) -> tuple[float, int]:
-        """When the next job ends if no speed changes, and its row; of several the first."""
+        """Return when the next job ends if no speed changes, and its row; of several the first."""
         if not self.count:
             return np.inf, -1
         row = int(self.end_s[: self.top].argmin())
         return float(self.end_s[row]), row
 
     def rows(self) -> Ints:
-        """Rows in use, by the number of their job."""
+        """Return rows in use, by the number of their job."""
         rows = np.flatnonzero(self.job[: self.top] >= 0)
         return rows[np.argsort(self.job[rows], kind="stable")]
 
     def planned_ends_s(self, now_s: float, limit_factor: float) -> Floats:
-        """When each row's job ends as far as a scheduler can tell: by its time limit, from now on at the earliest.
+        """Return when each row's job ends as far as a scheduler can tell: by its time limit, from now on at the
+        earliest.
 
         Of a job without one, by its present speed, times an error of limits.
         """
@@ -453,7 +456,7 @@ class Waiting:
         return len(self._ranks)
 
     def first(self) -> int:
-        """The job at the head."""
+        """Return the job at the head."""
         return self._job_of[self._ranks[0]]
 
     def look(self, most: int) -> list[int]:

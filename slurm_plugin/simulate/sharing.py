@@ -38,7 +38,7 @@ class Sharing:
     gpu_memory_gib: Floats
 
     def rows(self, places: npt.NDArray[np.int64]) -> Sharing:
-        """The same of these jobs."""
+        """Return the same of these jobs."""
         return Sharing(self.is_opportunistic[places], self.gpu_use[places], self.gpu_memory_gib[places])
 
 
@@ -63,7 +63,7 @@ class GpuLoad:
         return np.bincount(self.gpu, minlength=len(self.has_host)).astype(float)
 
     def demand(self) -> Floats:
-        """What the opportunistic jobs of each GPU would keep busy together."""
+        """Return what the opportunistic jobs of each GPU would keep busy together."""
         found: Floats = np.bincount(self.gpu, self.use, minlength=len(self.has_host)).astype(float)
         return found
 

@@ -100,7 +100,7 @@ _LEFT_OUT = _Job(Usage("", "", "", "", "", 0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 
 def read_sacct(
     source: str, text: Iterable[str], assumptions: Assumptions, skip_bad: bool
 ) -> tuple[Workload, tuple[str, ...]]:
-    """The jobs that ran and ended, and notes of what was left out or assumed.
+    """Return the jobs that ran and ended, and notes of what was left out or assumed.
 
     Raises:
         SimulationInputError: with all that is wrong.
@@ -398,7 +398,7 @@ class ReplayError:
 
 
 def recorded_scenario(queue: QueueOptions, seed: int = 0) -> Scenario:
-    """Every job with the CPUs that it really had, under Slurm's backfill."""
+    """Return every job with the CPUs that it really had, under Slurm's backfill."""
     return Scenario("as recorded", Request.RECORDED, Discipline.EASY, queue=queue, seed=seed)
 
 
@@ -486,7 +486,7 @@ LIGHT = (Model("Inception", 10, 2, 0), Model("ResNet50", 12, 2, 0), Model("VGG16
 
 
 def draw_models(num_jobs: int, draw: np.random.Generator) -> list[Model]:
-    """A model for each job: one of the two classes with even chances, and any model of the class."""
+    """Return a model for each job: one of the two classes with even chances, and any model of the class."""
     heavy = draw.random(num_jobs) < 0.5
     place = draw.random(num_jobs)
     return [
@@ -496,7 +496,7 @@ def draw_models(num_jobs: int, draw: np.random.Generator) -> list[Model]:
 
 
 def with_models(submit_s: Floats, work_s: Floats, num_gpus: Ints, draw: np.random.Generator) -> Workload:
-    """A workload of jobs of which only times and GPUs are known: each gets a model."""
+    """Return a workload of jobs of which only times and GPUs are known: each gets a model."""
     models = draw_models(len(submit_s), draw)
     return build(
         [f"{place}:{model.name}" for place, model in enumerate(models)],

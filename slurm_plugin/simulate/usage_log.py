@@ -46,7 +46,7 @@ class Use:
     num_running: Floats
 
     def total(self, values: Floats, begin_s: float, end_s: float) -> float:
-        """The integral of one of the columns over a window."""
+        """Return the integral of one of the columns over a window."""
         bounds = np.append(self.at_s, np.inf)
         widths = np.clip(bounds[1:], begin_s, end_s) - np.clip(bounds[:-1], begin_s, end_s)
         return float(values @ widths)
@@ -173,7 +173,7 @@ class UsageTotals:
         used[3] += useful_cpus * speed
 
     def use(self) -> Use:
-        """All that was written down."""
+        """Return all that was written down."""
         return Use(*np.frombuffer(self._rows, dtype=np.float64).reshape(-1, _COLUMNS).T.copy())
 
 
@@ -225,5 +225,5 @@ class FragmentationSampler:
         self.next_s = now_s + self._every_s
 
     def samples(self) -> FragmentationSamples | None:
-        """All that are kept; None if there are none."""
+        """Return all that are kept; None if there are none."""
         return FragmentationSamples(*np.array(self._found).T) if self._found else None

@@ -53,11 +53,11 @@ class Curves:
     speed: Floats
 
     def rows(self, places: npt.NDArray[np.int64]) -> Curves:
-        """The curves of these jobs."""
+        """Return the curves of these jobs."""
         return Curves(self.cpus[places], self.speed[places])
 
     def speed_with(self, cpus: Floats) -> Floats:
-        """The speed of each job with these CPUs of data workers."""
+        """Return the speed of each job with these CPUs of data workers."""
         return along(self.cpus, self.speed, cpus)
 
 
@@ -329,7 +329,7 @@ class Cluster:
 
 
 def of_groups(groups: Iterable[Mapping[str, Any]]) -> Cluster:
-    """A cluster of groups of equal nodes, each with the keys count, gpus, cpus, memory_gib and network_gbps.
+    """Return a cluster of groups of equal nodes, each with the keys count, gpus, cpus, memory_gib and network_gbps.
 
     Raises:
         SimulationInputError: with all that is wrong.
@@ -370,7 +370,7 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> Cluster:
 
 
 def parse(text: str) -> Cluster:
-    """A cluster from text: JSON, or groups such as `8*gpus=8,cpus=64,memory_gib=256;4*cpus=64`.
+    """Return a cluster from text: JSON, or groups such as `8*gpus=8,cpus=64,memory_gib=256;4*cpus=64`.
 
     JSON is `{"nodes": [{"count": 8, "gpus": 8, "cpus": 64, "memory_gib": 256, "network_gbps": 20}]}`.
 
@@ -404,7 +404,7 @@ def parse(text: str) -> Cluster:
 
 
 def of_nodes(nodes: Iterable[Node]) -> Cluster:
-    """The usable nodes of a site, from what Slurm says of them; it says nothing of their network.
+    """Return the usable nodes of a site, from what Slurm says of them; it says nothing of their network.
 
     Instances of MIG are parts of GPUs, of which the simulator knows none: the GPUs that they make up count, rounded up.
 
@@ -489,7 +489,7 @@ class Lines:
         self.bad.add(line)
 
     def number(self, line: int, record: Mapping[str, str], column: str, default: float = math.nan) -> float:
-        """A number from 0 to 1e10; NaN, and a complaint, if it is none. An empty value gives the default."""
+        """Return a number from 0 to 1e10; NaN, and a complaint, if it is none. An empty value gives the default."""
         text = record.get(column, "").strip()
         if not text and not math.isnan(default):
             return default
@@ -507,7 +507,7 @@ class Lines:
         return value
 
     def good(self, skip_bad: bool) -> list[tuple[int, Mapping[str, str]]]:
-        """The records without a problem.
+        """Return the records without a problem.
 
         Args:
             skip_bad: leave out the others; otherwise any problem is an error.
@@ -621,6 +621,6 @@ class _Lines:
 
 
 def quoted(text: str) -> str:
-    """A value for a message: no line end in it, and not without end."""
+    """Return a value for a message: no line end in it, and not without end."""
     short = text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
     return f'"{printable(short)}"' if short else "empty"

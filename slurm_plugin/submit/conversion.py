@@ -79,11 +79,11 @@ class Conversion:
     taken: tuple[str, ...] = ()
 
     def environ_of_sbatch(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment to call sbatch in."""
+        """Return the environment to call sbatch in."""
         return {name: value for name, value in environ.items() if name not in self.taken}
 
     def words_to_unset(self) -> list[str]:
-        """The words before `sbatch` with which a shell calls it in that environment."""
+        """Return the words before `sbatch` with which a shell calls it in that environment."""
         return ["env", *(word for name in self.taken for word in ("-u", name))] if self.taken else []
 
 
@@ -147,7 +147,7 @@ def convert_script(
 
 
 def read_script(file: BinaryIO, name: str) -> bytes:
-    """A whole script, from a file or a pipe.
+    """Return a whole script, from a file or a pipe.
 
     Raises:
         UsageError: it is too large, or has no end.
@@ -337,7 +337,7 @@ def _note_on_time(spec: JobSpec, options: SbatchOptions, cluster: ClusterLimits)
 
 
 def note_on_arguments(script: str, arguments: Sequence[str]) -> list[str]:
-    """What to say about options of hetstream that stand behind the script, where sbatch ends its own options."""
+    """Return what to say about options of hetstream that stand behind the script, where sbatch ends its own options."""
     own = [word for word in arguments if word.startswith("--") and word[2:].partition("=")[0] in OPTIONS]
     verb = "is an argument" if len(own) == 1 else "are arguments"
     return [f"{' '.join(own)} {verb} of {script}: options of hetstream stand before the script"] if own else []
@@ -369,7 +369,7 @@ def options_behind(body: bytes, arguments: Sequence[str]) -> list[SbatchOption]:
 
 
 def clusters_of(environ: Mapping[str, str], in_script: Iterable[SbatchOption], given: Iterable[SbatchOption]) -> str:
-    """What sbatch takes for `--clusters`; empty for the cluster that it is called on.
+    """Return what sbatch takes for `--clusters`; empty for the cluster that it is called on.
 
     The command line wins over the environment, and that over the script (sbatch(1), INPUT ENVIRONMENT VARIABLES).
 
@@ -387,7 +387,7 @@ def clusters_of(environ: Mapping[str, str], in_script: Iterable[SbatchOption], g
 
 
 def ask_cluster(client: SlurmClient, clusters: str) -> tuple[ClusterLimits, SlurmCommandError | None]:
-    """The cluster that a job goes to as far as it is known, and why no more.
+    """Return the cluster that a job goes to as far as it is known, and why no more.
 
     Args:
         client: asked.

@@ -17,7 +17,7 @@ from hetstream.hetjob.convert.sbatch_options import SbatchOption, SbatchOptions
 
 
 def export_option(job_id: str, script: Sequence[SbatchOption], given: Sequence[SbatchOption]) -> SbatchOption:
-    """The `--export` that tells a job whose training it takes over, beside what it exports anyway.
+    """Return the `--export` that tells a job whose training it takes over, beside what it exports anyway.
 
     Args:
         job_id: of the predecessor.
@@ -36,7 +36,7 @@ _HET = re.compile(r"#SBATCH\s+(?:hetjob|packjob)\b")
 
 
 def with_memory(script: str, given: Sequence[SbatchOption]) -> str:
-    """The script with the memory of the command line in the place of its own; unchanged if that names none.
+    """Return the script with the memory of the command line in the place of its own; unchanged if that names none.
 
     sbatch ends with an error where a script has `--mem-per-cpu` and its command line `--mem`. Written into the script,
     it is also what the next migration finds. Components that the user wrote have each their own memory: they are left
@@ -55,7 +55,7 @@ def with_memory(script: str, given: Sequence[SbatchOption]) -> str:
 
 
 def arguments_of(command: str, files: Collection[str], given: Sequence[str] | None, job_id: str) -> list[str]:
-    """The script's arguments.
+    """Return the script's arguments.
 
     Args:
         command: the path and the arguments of the predecessor, with blanks between them.
@@ -121,7 +121,7 @@ class Stage:
 
 
 def stage(sight: Sight) -> Stage:
-    """How far it is."""
+    """Return how far it is."""
     old, new = sight.old, sight.new
     took, handed = (
         next((event for event in reversed(sight.events) if event.event == kind and _job(event) == new), None)

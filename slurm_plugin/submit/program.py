@@ -20,7 +20,7 @@ _START += "from hetstream.slurm_plugin.cli import main; sys.exit(main())"
 
 
 def own_program() -> tuple[str, ...]:
-    """The `hetstream` command of this Python environment, as an absolute path that symbolic links do not change.
+    """Return the `hetstream` command of this Python environment, as an absolute path that symbolic links do not change.
 
     It is beside the interpreter, or where pip has put it: `pip install --user` and `--prefix` choose another place.
 
@@ -48,7 +48,7 @@ def _placed_by_pip() -> Iterator[Path]:
 
 
 def program_of(python: Sequence[str]) -> tuple[str, ...]:
-    """The `hetstream` command of another Python.
+    """Return the `hetstream` command of another Python.
 
     Args:
         python: the command that starts it, such as `apptainer exec image.sif python`.

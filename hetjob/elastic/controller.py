@@ -363,7 +363,7 @@ class Controller:
             if model is not None and not growth_paid(model.per_s(have), model.per_s(more), have, more):
                 self._disappointed(now, have)
                 return _hold(f"{waits}, and {need} data workers would not make enough more than {have}: {model}")
-            count = min(max(need, have + 1), have * _MOST_GROWTH, have + room) - have
+            count = min(more, have * _MOST_GROWTH, have + room) - have
             return self._grow(snapshot, count, f"{waits}, {need} data workers would feed it{by}")
         calm_need = self._calm_need(now)
         if calm_need == 0 and snapshot.num_companions:

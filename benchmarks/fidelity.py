@@ -40,8 +40,7 @@ from hetstream.hetjob.site.messages import SetPolicy, ShowPolicy
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, ReportIntervals
-from hetstream.slurm_plugin.policy.policies import Rules
-from hetstream.slurm_plugin.policy.rules import MoveCost
+from hetstream.slurm_plugin.policy.policies import MoveCost, Rules
 from hetstream.slurm_plugin.simulate import metrics
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario, WorkerOptions

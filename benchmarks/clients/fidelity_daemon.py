@@ -17,7 +17,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.server import Daemon
 from hetstream.slurm_plugin.daemon.settings import DaemonOptions, ReportIntervals
 from hetstream.slurm_plugin.daemon.store import Store
-from hetstream.slurm_plugin.policy.rules import MoveCost
+from hetstream.slurm_plugin.policy.policies import MoveCost
 
 
 def main() -> int:

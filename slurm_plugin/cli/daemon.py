@@ -51,8 +51,7 @@ from hetstream.slurm_plugin.client.model import uid_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.settings import DaemonOptions, PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
-from hetstream.slurm_plugin.policy.policies import POLICIES
-from hetstream.slurm_plugin.policy.rules import EVERYBODY
+from hetstream.slurm_plugin.policy.policies import EVERYBODY, POLICIES
 from hetstream.slurm_plugin.render.tables import Column, Report, Section, remaining_words
 
 DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")

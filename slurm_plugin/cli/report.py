@@ -42,8 +42,7 @@ from hetstream.slurm_plugin.cli.watching import (
 from hetstream.slurm_plugin.client.read import hidden_by
 from hetstream.slurm_plugin.insight.advise import would_start
 from hetstream.slurm_plugin.insight.observation import KEEP_S, History, Monitor, Observation, Reading, Sample, observe
-from hetstream.slurm_plugin.insight.prices import Prices
-from hetstream.slurm_plugin.insight.spending import hourly, spent
+from hetstream.slurm_plugin.insight.prices import Prices, hourly, spent
 from hetstream.slurm_plugin.insight.utilisation import SharesAside, wait_shares
 from hetstream.slurm_plugin.render.charts import shared_gpu_sections
 from hetstream.slurm_plugin.render.page import in_one_sentence, page, serve_documents, unavailable

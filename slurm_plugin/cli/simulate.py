@@ -20,8 +20,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.placement import CHOICES
-from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
-from hetstream.slurm_plugin.policy.rules import EVERYBODY
+from hetstream.slurm_plugin.policy.policies import EVERYBODY, POLICIES, Rules
 from hetstream.slurm_plugin.render.tables import Column, Report, Row, Section
 from hetstream.slurm_plugin.simulate.metrics import BASELINES, PACKED, RULES, Compared, as_plain, compare
 from hetstream.slurm_plugin.simulate.scenario import (

@@ -30,8 +30,7 @@ from hetstream.slurm_plugin.daemon.nodes import (
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, Promise, Promises, ReportIntervals, claim_s
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.filling import speed_at
-from hetstream.slurm_plugin.policy.policies import Rules, policy_named, under_all_rules
-from hetstream.slurm_plugin.policy.rules import FALL_BACK_AFTER_S, caps_of
+from hetstream.slurm_plugin.policy.policies import FALL_BACK_AFTER_S, Rules, caps_of, policy_named, under_all_rules
 from hetstream.slurm_plugin.policy.table import (
     Allocation,
     Floats,

@@ -20,8 +20,7 @@ from hetstream.hetjob.site.client import SiteSettings
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.insight.observation import MIN_INTERVAL_S
 from hetstream.slurm_plugin.placement import DEFAULT_LINK_SHARE
-from hetstream.slurm_plugin.policy.policies import DEFAULT_POLICY, policy_named
-from hetstream.slurm_plugin.policy.rules import FLOOR, MACHINE_CPUS_PER_GPU, MoveCost
+from hetstream.slurm_plugin.policy.policies import DEFAULT_POLICY, FLOOR, MACHINE_CPUS_PER_GPU, MoveCost, policy_named
 from hetstream.slurm_plugin.policy.table import Floats, JobTable
 
 _Cpus = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]

@@ -1,18 +1,28 @@
-"""What an hour of a GPU and of a CPU costs, for whatever shows cost beside time: text -> prices. Pure.
+"""What an hour of a GPU and of a CPU costs, text -> prices; and what a cluster costs, (samples, prices) -> cost of what
+jobs hold, of what is free, of trainers that wait. Pure.
 
-Pairs, one on a line or several with commas between them, `#` begins a comment:
+For whatever shows cost beside time. Prices are pairs, one on a line or several with commas between them, `#` begins a
+comment:
 
     gpu_hour=2.50, cpu_hour=0.04   # of one GPU, of one CPU
     currency=EUR
+
+Nodes that are out of use cost nothing here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from hetstream.base.errors import OptionsError
 from hetstream.base.text import printable
+
+if TYPE_CHECKING:
+    from hetstream.slurm_plugin.insight.observation import Sample
 
 # Beyond it a slip, and sums of it would be no numbers any more.
 _MOST = 1e9
@@ -84,3 +94,55 @@ def _price(name: str, text: str, problems: list[str]) -> float:
     if not 0 <= price <= _MOST:
         problems.append(f"{name} is {printable(text)!r}: must be a number from 0 to {_MOST:g}")
     return price
+
+
+# A sample says how things were until the next one; not for longer, since nobody looked.
+_LONGEST_GAP_S = 3600.0
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Cost of an hour, or of several.
+
+    Attributes:
+        hours: that were looked at.
+        held: cost of the GPUs and CPUs that jobs held.
+        waited: of that, GPUs whose trainers waited for data, as far as that is known.
+        free: of those that no job held.
+    """
+
+    hours: float = 0.0
+    held: float = 0.0
+    waited: float = 0.0
+    free: float = 0.0
+
+
+def hourly(sample: Sample, prices: Prices) -> Spending:
+    """Return what an hour costs as things are."""
+    return Spending(
+        1.0,
+        prices.of(sample.gpus_allocated, sample.cpus_allocated),
+        prices.of(sample.gpus_starved, 0.0),
+        prices.of(sample.gpus - sample.gpus_allocated, sample.cpus - sample.cpus_allocated),
+    )
+
+
+def spent(samples: Sequence[Sample], prices: Prices) -> Spending:
+    """Return what the history of a cluster has cost.
+
+    Args:
+        samples: the oldest first.
+        prices: the same for all of it.
+    """
+    total = Spending()
+    for sample, following in pairwise(samples):
+        hours = min(following.taken_s - sample.taken_s, _LONGEST_GAP_S) / _HOUR_S
+        rate = hourly(sample, prices)
+        total = Spending(
+            total.hours + hours,
+            total.held + rate.held * hours,
+            total.waited + rate.waited * hours,
+            total.free + rate.free * hours,
+        )
+    return total

@@ -24,8 +24,7 @@ from hetstream.slurm_plugin.errors import ServeError
 from hetstream.slurm_plugin.insight.advise import Advice, advise, headline
 from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
 from hetstream.slurm_plugin.insight.observation import NUM_CLASSES, Observation, Sample, WaitingJob, class_of
-from hetstream.slurm_plugin.insight.prices import Prices
-from hetstream.slurm_plugin.insight.spending import hourly, spent
+from hetstream.slurm_plugin.insight.prices import Prices, hourly, spent
 from hetstream.slurm_plugin.render.charts import (
     CAUSES,
     CLASSES,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hetstream.slurm_plugin import placement as places
 from hetstream.slurm_plugin.errors import SimulationFault
 from hetstream.slurm_plugin.placement import CHOICES, Network, TypicalShapes, place_gang, spread, traffic_of
-from hetstream.slurm_plugin.policy.rules import caps_of
+from hetstream.slurm_plugin.policy.policies import caps_of
 from hetstream.slurm_plugin.policy.table import NO_CAP, JobTable, Policy, Pool
 from hetstream.slurm_plugin.simulate.running import Nodes, Running, Shape, StartPlace
 from hetstream.slurm_plugin.simulate.scenario import Scenario

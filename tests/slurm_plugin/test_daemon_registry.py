@@ -19,7 +19,7 @@ from hetstream.slurm_plugin.daemon.registry import Registry, Times
 from hetstream.slurm_plugin.daemon.settings import PolicySettings, ReportIntervals
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError
-from hetstream.slurm_plugin.policy.rules import MoveCost
+from hetstream.slurm_plugin.policy.policies import MoveCost
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, allocation
 
 ALICE, BOB = ("alice", "1000"), ("bob", "1001")

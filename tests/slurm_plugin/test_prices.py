@@ -11,8 +11,7 @@ import pytest
 from recorded import Recorded
 
 from hetstream.base.errors import OptionsError
-from hetstream.slurm_plugin.insight.prices import Prices, parse_prices
-from hetstream.slurm_plugin.insight.spending import Spending, hourly, spent
+from hetstream.slurm_plugin.insight.prices import Prices, Spending, hourly, parse_prices, spent
 from hetstream.slurm_plugin.render.page import page
 
 PRICES = Prices(2.0, 0.1, "EUR")

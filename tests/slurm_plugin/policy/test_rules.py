@@ -13,18 +13,16 @@ from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.filling import pieces_of, speed_at
 from hetstream.slurm_plugin.policy.policies import (
     POLICIES,
+    MoveCost,
     Rules,
     fair,
     maxtp,
     share,
     srtf,
     under_all_rules,
-    with_leftovers,
-)
-from hetstream.slurm_plugin.policy.rules import (
-    MoveCost,
     with_caps,
     with_floor,
+    with_leftovers,
     with_staleness,
     with_steadiness,
     workers_for,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
 from hetstream.slurm_plugin.placement import CHOICES
-from hetstream.slurm_plugin.policy.policies import POLICIES, Rules
-from hetstream.slurm_plugin.policy.rules import MoveCost
+from hetstream.slurm_plugin.policy.policies import POLICIES, MoveCost, Rules
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.scenario import Discipline, FailureOptions, Request, Scenario, WorkerOptions
 from hetstream.slurm_plugin.simulate.usage_log import Outcome

@@ -125,6 +125,7 @@ ROWS: dict[str, dict[str, str]] = {
     "installed": {
         "mpi_dataworkers/images/decoder.py": "_native",
         "hetstream/base/installed.py": "_requirement*2",
+        "slurm_plugin/cli/completion.py": "installed_man_pages",
         "slurm_plugin/cli/report.py": "run_exporter",
         "slurm_plugin/cli/install.py": "planned*2",
         "slurm_plugin/install/units.py": "node_script",

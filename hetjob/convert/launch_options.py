@@ -116,7 +116,7 @@ def _readings(arguments: Sequence[Word], values: Values) -> list[tuple[Step, lis
                 if any(re.match(r'"?[$`]', piece) for text in texts for piece in text.split()):
                     raise Unknown(f"{word.text[:40]!r} has a $ in its value, which a shell leaves as it is")
                 split = [[Word(piece, word.line) for piece in text.split()] for text in texts]
-                pending += [(dict(options), [*words, *unread]) for words in split]
+                pending += [(dict(options), [*pieces, *unread]) for pieces in split]
                 options = {"": None}
                 break
             text = unquoted(word.text)

@@ -44,7 +44,9 @@ def _cases(quick: bool) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     """Run the benchmark."""
-    args = harness.parser("nnU-Net's batches by data workers.", repeats=3).parse_args()
+    parser = harness.parser("nnU-Net's batches by data workers.", repeats=3)
+    parser.add_argument("--part", choices=("emulated", "transforms"), help="one of the two parts (default: both)")
+    args = parser.parse_args()
     missing = "" if importlib.util.find_spec("nnunetv2") else "nnU-Net is not installed: make .venv-peers-tests/.ready"
     client = (sys.executable, "-m", "benchmarks.clients.nnunet")
     systems = [
@@ -55,6 +57,10 @@ def main() -> int:
     cases = _cases(args.quick)
     for case in (ONE, BOTH):
         cases[case][LIMIT] = {"processes": 0, "data_workers": 0}
+    if args.part:
+        cases = {
+            case: options for case, options in cases.items() if bool(options["sample_s"]) == (args.part == "emulated")
+        }
     described = machine.describe(trainer=machine.two_cores()[:1], data_workers=machine.two_cores())
     results = harness.collect(
         harness.chosen(systems, args.systems),

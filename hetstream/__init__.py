@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.checkpoint.policy import Every as Every
     from hetstream.checkpoint.policy import Retention as Retention
     from hetstream.hetjob.master.local import data_workers as data_workers
+    from hetstream.mpi_dataworkers.generators import deterministic as deterministic
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator as numpy_sample_generator
     from hetstream.mpi_dataworkers.generators import sample_generator as sample_generator
     from hetstream.mpi_dataworkers.images.folder import ImageFolder as ImageFolder
@@ -58,6 +59,7 @@ else:
         "TrainingRecipe": "mpi_dataworkers.images.recipes",
         "Visitation": "mpi_dataworkers.order.visitation",
         "data_workers": "hetjob.master.local",
+        "deterministic": "mpi_dataworkers.generators",
         "merge_states": "mpi_dataworkers.order.data_state",
         "mix": "mpi_dataworkers.loader.mixing",
         "numpy_sample_generator": "mpi_dataworkers.generators",

@@ -6,8 +6,13 @@ same numbers whoever makes it: a data worker's threads, the loader in process, t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,14 +22,27 @@ from hetstream.mpi_dataworkers.errors import PipelineError
 _APART = 0x5EED_0F_5A_3B1E
 
 
+class FrontCache(Protocol):
+    """Where the deterministic fronts of samples are kept: `ops.prefix_cache.PrefixCache`."""
+
+    def value(self, front: Any, name: str, make: Callable[..., Any], args: Sequence[Any], keywords: Any) -> Any:
+        """What a front makes of its arguments, kept or made now."""
+
+
 class making_sample:
-    """This thread makes a sample, or with one seed a step; the 64-bit seed is that of the global generators."""
+    """This thread makes a sample, or with one seed a step; the 64-bit seed is that of the global generators.
+
+    Args:
+        seed: see above.
+        cache: of the fronts of samples, where there is one.
+    """
 
     # Written out: a generator as context takes four times as long, of the time for each sample.
-    __slots__ = ("_before", "numpy", "python", "seed")
+    __slots__ = ("_before", "cache", "numpy", "python", "seed")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, cache: FrontCache | None = None) -> None:
         self.seed = seed ^ _APART
+        self.cache = cache
         self.python: random.Random | None = None
         self.numpy: np.random.Generator | None = None
 
@@ -72,6 +90,72 @@ def numpy_sample_generator() -> np.random.Generator:
 def makes_sample() -> bool:
     """Return whether this thread makes a sample for hetstream; not, say, when a program reads its dataset itself."""
     return _current.sample is not None
+
+
+def states_of_sample() -> tuple[Any, ...]:
+    """The states of the current sample's generators."""
+    sample = _current.sample
+    if sample is None:
+        return ()
+    python = None if sample.python is None else sample.python.getstate()
+    return python, None if sample.numpy is None else str(sample.numpy.bit_generator.state)
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """A front is being made: what is deterministic in it is part of it."""
+    sample = _current.sample
+    if sample is None:
+        yield
+        return
+    cache, sample.cache = sample.cache, None
+    try:
+        yield
+    finally:
+        sample.cache = cache
+
+
+def current_cache() -> FrontCache | None:
+    """Where the front of the current sample is kept; None where it is not."""
+    return None if _current.sample is None else _current.sample.cache
+
+
+class deterministic:
+    """Say of a function that its value depends on its arguments alone, and on the files that paths among them name.
+
+    With `cache=` the value is kept, and made again when a file, the function's code or an installed package changes.
+    Without it the function is called as always. Put it on the function or method that reads and decodes a sample, and
+    augment behind it:
+
+        @hetstream.deterministic
+        def load(path):
+            return Image.open(path).convert("RGB").resize((256, 256))
+
+    What a method reads of its object is looked at once in each process. The value is made of plain values, lists,
+    dictionaries, NumPy arrays, tensors and PIL images.
+
+    Args:
+        function: it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        cache = current_cache()
+        if cache is None:
+            return self.function(*args, **keywords)
+        return cache.value(self, self.function.__name__, self.function, args, keywords)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        # By its name, as a function; one of the script, or of another function, travels itself.
+        name, module = self.function.__qualname__, self.function.__module__
+        is_found = module not in ("__main__", "__mp_main__") and "<locals>" not in name
+        return name if is_found else (deterministic, (self.function,))
 
 
 def _current_sample(name: str) -> making_sample:

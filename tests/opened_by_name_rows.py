@@ -124,6 +124,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "installed": {
         "mpi_dataworkers/images/decoder.py": "_native",
+        "mpi_dataworkers/ops/prefix_cache.py": "_installed",
         "hetstream/base/installed.py": "_requirement*2",
         "slurm_plugin/cli/completion.py": "installed_man_pages",
         "slurm_plugin/cli/report.py": "run_exporter",
@@ -167,7 +168,7 @@ ROWS: dict[str, dict[str, str]] = {
             "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows _opened"
         ),
         "mpi_dataworkers/sources/hdf5.py": "_open",
-        "mpi_dataworkers/images/folder.py": "ImageFolder.__init__ ImageFolder._images ImageFolder.transform",
+        "mpi_dataworkers/images/folder.py": "ImageFolder.__init__ ImageFolder._images ImageFolder._make",
         "mpi_dataworkers/sources/images.py": "ImageFolder._refuse_empty_classes _images decode",
         "slurm_plugin/cli/submit.py": "_read_script run_convert",
         "slurm_plugin/cli/cluster_source.py": "read_text",
@@ -185,6 +186,9 @@ ROWS: dict[str, dict[str, str]] = {
         "checkpoint/persist/store_writer.py": "StoreWriter.advance",
         "hetjob/gpu/orders.py": "make_orders make_work",
         "hetstream/base/files.py": "Directory.names Directory.open Directory.read",
+        "mpi_dataworkers/ops/cache_store.py": (
+            "CacheStore._alone*2 CacheStore._hold*2 CacheStore.get CacheStore.put _is_free"
+        ),
         "mpi_dataworkers/worker/fork_server.py": "Exchange.keep _locked _opened",
         "slurm_plugin/coordinator/table.py": "look",
     },
@@ -272,6 +276,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "own directory": {
         "hetstream/base/files.py": "_own own_directory",
+        "mpi_dataworkers/ops/cache_store.py": "remove_from_memory",
     },
     "checkpoint": {
         "checkpoint/convert/dcp.py": "FlashStorageReader._object attempt_on detect*3",

@@ -164,7 +164,7 @@ OPTIONAL = {
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 900, 60, 8
 # What is longer, its limit, and why. A row that is needed no more is an error, too.
 LONGER: dict[str, tuple[int, str]] = {
-    "mpi_dataworkers/wire/messages.py": (1110, "one list: all that is said on the wire"),
+    "mpi_dataworkers/wire/messages.py": (1140, "one list: all that is said on the wire"),
     "slurm_plugin/client/parse_text.py _job lines": (74, "one line for each field of the model"),
     "slurm_plugin/client/parse_json.py _job lines": (74, "one line for each field of the model"),
     "slurm_plugin/client/pyslurm_backend.py job_of lines": (72, "one line for each field of the model"),

@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate_int_fn, collate_tensor_fn, default_collate_fn_map
 
 from hetstream.mpi_dataworkers.errors import SourceError
-from hetstream.mpi_dataworkers.generators import makes_sample
+from hetstream.mpi_dataworkers.generators import current_cache, makes_sample
 from hetstream.mpi_dataworkers.images.decoder import Rules, make_image, native
 from hetstream.mpi_dataworkers.images.recipes import NCHW, NHWC, EvaluationRecipe, Output, TrainingRecipe
 from hetstream.mpi_dataworkers.sources.images import pillow_image, transforms_what_it_reads
@@ -119,6 +119,7 @@ class ImageFolder:
         output = Output(recipe.size, dtype, layout, tuple(mean or (0.0,) * 3), tuple(std or (1.0,) * 3))
         self.recipe = recipe
         self._rules = Rules(output, exact, max_pixels)
+        self._front = recipe, self._rules  # by which a cache keeps what is made without random numbers
         # Absolute, because a data worker may run in another directory.
         self.root = Path(root).absolute()
         try:
@@ -188,17 +189,30 @@ class ImageFolder:
     def transform(self, place: Any) -> tuple[torch.Tensor, int]:
         """Read and make one sample; a loader seeds the generators before each."""
         path = f"{self.root}/{self._files[place.number]}"
+        image = place.batch.images[place.row]
+        cache = None if self.recipe.draws else current_cache()
+        if cache is None:
+            self._make(path, image)
+        else:
+            image.copy_(cache.value(self._front, "ImageFolder", self._made, (path, tuple(image.shape)), {}))
+        sample = Sample((image, self.targets[place.number]))
+        sample.place = place
+        return sample
+
+    def _made(self, path: str, shape: Sequence[int]) -> torch.Tensor:
+        """An image in memory of its own."""
+        image = torch.empty(shape, dtype=self._rules.output.dtype)
+        self._make(path, image)
+        return image
+
+    def _make(self, path: str, image: torch.Tensor) -> None:
         try:
             with open(path, "rb", buffering=0) as file:
                 data = file.read()
         except OSError as error:
             text = f"cannot be read: {error.strerror}. Replace it, or make the dataset anew without it"
             raise SourceError.of(path, text) from error
-        image = place.batch.images[place.row]
         make_image(path, data, self.recipe.window, self._rules, image)
-        sample = Sample((image, self.targets[place.number]))
-        sample.place = place
-        return sample
 
     def _memory(self, count: int) -> torch.Tensor:
         """Memory for a batch: in torch's worker process shared, where torch would put it for its way to the trainer."""

@@ -63,6 +63,7 @@ class TorchBatches:
             header.snapshot,
             num_bytes + len(header.spec) if header.num_samples > 0 else 0,
             header.wrote,
+            header.cache,
         )
 
     def runs_program(self, header: Batch) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import logging
 import weakref
@@ -19,6 +20,7 @@ import msgspec
 import torch
 
 from hetstream.base.errors import OptionsError
+from hetstream.base.text import printable
 from hetstream.mpi_dataworkers.errors import PipelineError, ServiceUnavailable
 from hetstream.mpi_dataworkers.loader import step_times
 from hetstream.mpi_dataworkers.loader.batches import TorchBatches
@@ -31,6 +33,7 @@ from hetstream.mpi_dataworkers.loader.process_connection import service_at
 from hetstream.mpi_dataworkers.loader.session import Delivered
 from hetstream.mpi_dataworkers.loader.shards import Order, PassShards, TakenStep
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics, SkippedSamples
+from hetstream.mpi_dataworkers.ops.cache_store import leave_no_memory
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     PickledPipeline,
@@ -60,6 +63,7 @@ from hetstream.mpi_dataworkers.ops.settings import registered
 from hetstream.mpi_dataworkers.ops.structure import refuse_graphs
 from hetstream.mpi_dataworkers.ops.worker_context import EnteredPipeline, acting_as_data_worker
 from hetstream.mpi_dataworkers.process.config import (
+    MEMORY,
     TrainerIdentity,
     buffer_bytes_from_environment,
     compression_from_environment,
@@ -70,6 +74,7 @@ from hetstream.mpi_dataworkers.process.interpreter import announce
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import (
+    CacheReport,
     ErrorPolicy,
     Failure,
     ListedOrder,
@@ -83,6 +88,11 @@ from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, buf
 # What a loader has given to data workers: its pipeline as it was when it was sent, and a copy of that in the trainer.
 
 _log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    _log.warning("%s", line)
 
 
 @dataclass(frozen=True)
@@ -470,6 +480,8 @@ class LoaderConnection:
                 device="cpu" if pipeline.gpu_stage is None else "gpu",
             )
             self._client = ServiceClient(client_options, self.sent_pipeline().message)
+        if pipeline.cache_place.startswith(MEMORY):
+            leave_no_memory()
         _open_connections.add(self)
 
     @property
@@ -488,6 +500,17 @@ class LoaderConnection:
         client, statistics = self._client, self.statistics
         dropped = client.duplicates_dropped if client is not None else statistics.counters.duplicates_dropped
         statistics.count(changes, dropped)
+
+    def count_cache(self, report: CacheReport) -> None:
+        """Add what a prefix cache did for a step, and log once what it says."""
+        self.count(
+            cache_hits=report.hits,
+            cache_misses=report.misses,
+            cache_bytes=report.num_bytes,
+            cache_saved_s=report.saved_s,
+        )
+        for line in report.said:
+            _say_once(f"hetstream: cache: {printable(line)}")
 
     def stats(self) -> dict[str, Any]:
         """Counts since the loader was made, and rates over the last seconds; see `DataLoader.stats`."""

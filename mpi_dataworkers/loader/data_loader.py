@@ -85,6 +85,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             buckets=self._order.buckets or options.stream_buckets(),
             batch_stage=options.batch_stage if self._features is None else self._features.stage,
             gpu_stage=options.gpu_stage,
+            cache_place=options.cache_place,
         )
         if self._features is not None:
             self._features.attach(self._connection, self.num_workers)
@@ -149,6 +150,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             batch_stage=before.batch_stage,
             gpu_stage=before.gpu_stage,
             forward_stage=before.forward_stage,
+            cache_place=before.cache_place,
         )
         if pipeline.num_samples != before.num_samples and (reason := self._why_length_is_fixed(at)):
             raise PipelineError(

@@ -35,8 +35,10 @@ from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, Shardi
 from hetstream.mpi_dataworkers.process.config import (
     TrainerIdentity,
     buffer_bytes_from_environment,
+    cache_from_environment,
     compression_from_environment,
     identity_from_environment,
+    parse_cache,
     quarantine_dir_from_environment,
     service_from_environment,
     transports_from_environment,
@@ -185,6 +187,10 @@ def _environment_rules(options: LoaderOptions) -> Iterator[str]:
             yield f"environment variable HETSTREAM_SERVICE: {problem}"
     if options.buffer_bytes is None:
         yield from problem_of(buffer_bytes_from_environment)
+    if options.cache is None:
+        yield from problem_of(cache_from_environment)
+    elif isinstance(options.cache, str) and options.cache != "off":
+        yield from problem_of(parse_cache, options.cache)
     yield from problem_of(transports_from_environment)
     yield from problem_of(compression_from_environment)
 
@@ -433,6 +439,9 @@ class LoaderOptions:
             or a `CutGraph`, whose second part the trainer computes, on the device; or `HybridFeatures`, whose cut
             follows what steps take. Without that GPU, Triton or GPU memory data workers compute all of it, and the log
             says why. `set_features` changes it between two steps.
+        cache: `memory:8G`, or a directory on the hosts' own disk (`/local/cache`, `/local/cache:50G`): where the
+            deterministic front of each sample is kept, for later epochs and other jobs of this user; `off` in spite of
+            HETSTREAM_CACHE, which is the default.
         device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
     """
 
@@ -493,6 +502,7 @@ class LoaderOptions:
     batch_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
     gpu_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
     features: Any = field(default=None, metadata=must_be(features_or_none))
+    cache: str | None = field(default=None, metadata=must_be(printable))
     device: torch.device | str | int | None = None  # a rule checks it
 
     @property
@@ -609,6 +619,11 @@ class LoaderOptions:
         if self.is_iterable or (self.shuffle and hasattr(self.dataset, "__len__") and len(self.dataset) == 0):
             keywords["shuffle"] = None
         return keywords
+
+    @property
+    def cache_place(self) -> str | None:
+        """Where fronts of samples are kept; "" nowhere, None where the environment says it."""
+        return "" if self.cache == "off" else self.cache
 
     def place(self) -> tuple[torch.device, str]:
         """Where batches come; and, where features were to be computed on a GPU that is not there, why they are not."""

@@ -178,6 +178,8 @@ class PassIterator(Iterator[Any]):
                 self._connection.leave_out(self.shards.epoch, number, step.num_skipped, step.left_out)
             except HetstreamError as error:
                 return [_Raised(error)]
+        if step.cache is not None:
+            self._connection.count_cache(step.cache)
         if not step.num_samples:
             return []
         batch = self._connection.deliver(number, step.payload, self._source.again)

@@ -22,6 +22,7 @@ from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer, Window
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
+    CacheReport,
     CloseSession,
     ErrorPolicy,
     ExtendSession,
@@ -62,7 +63,7 @@ class Delivered(msgspec.Struct, frozen=True):
         left_out: how those of them failed that were tried at this step.
         snapshot: where the shard's reader is after the step; empty if it has not said so.
         held_bytes: memory of all that came for the step.
-        wrote: as in `wire.delivery_messages.Batch`.
+        wrote, cache: as in `wire.delivery_messages.Batch`.
     """
 
     payload: Any
@@ -75,6 +76,7 @@ class Delivered(msgspec.Struct, frozen=True):
     snapshot: bytes = b""
     held_bytes: int = 0
     wrote: str = ""
+    cache: CacheReport | None = None
 
     @classmethod
     def made_here(cls, batch: Any, made: MadeStep, snapshot: bytes = b"") -> Delivered:
@@ -93,6 +95,7 @@ class Delivered(msgspec.Struct, frozen=True):
             num_skipped=made.num_skipped,
             left_out=made.left_out,
             snapshot=snapshot,
+            cache=made.cache,
         )
 
 

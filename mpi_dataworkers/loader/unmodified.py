@@ -39,6 +39,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import BatchStage, Pipeline, device_
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 from hetstream.mpi_dataworkers.process.config import (
+    cache_from_environment,
     identity_from_environment,
     service_from_environment,
     streams_in_process_loaders,
@@ -118,10 +119,12 @@ def pipeline_of(
     gpu_stage: BatchStage | None = None,
     forward_stage: BatchStage | None = None,
     begins: bool = True,
+    cache_place: str | None = None,
 ) -> Pipeline:
-    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and stages.
+    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets, stages and cache.
 
-    `begins` says whether `worker_init_fn` runs: torch without worker processes does not run it.
+    Without `cache_place` the environment says where fronts of samples are kept. `begins` says whether `worker_init_fn`
+    runs: torch without worker processes does not run it.
     """
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     try:
@@ -142,6 +145,7 @@ def pipeline_of(
         batch_stage=batch_stage,
         gpu_stage=gpu_stage,
         forward_stage=forward_stage,
+        cache_place=cache_from_environment() if cache_place is None else cache_place,
     )
 
 
@@ -162,9 +166,10 @@ def make_connection(
     batch_stage: BatchStage | None = None,
     gpu_stage: BatchStage | None = None,
     begins: bool = True,
+    cache_place: str | None = None,
 ) -> LoaderConnection:
     """The connection of a loader; `options.description` is what the loader says beside its pipeline's description."""
-    pipeline = pipeline_of(loader, buckets, batch_stage, gpu_stage, begins=begins)
+    pipeline = pipeline_of(loader, buckets, batch_stage, gpu_stage, begins=begins, cache_place=cache_place)
     described = replace(options, description=pipeline.description() | options.description)
     return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -178,7 +179,7 @@ class _WitnessSteps(StepDataset):
     _memory: PrivateMemory | None = None
 
     def __init__(self, pipeline: Pipeline, has_limit: bool) -> None:
-        super().__init__(pipeline)
+        super().__init__(replace(pipeline, cache_place=""))  # what is compared is made anew
         self._has_limit = has_limit
 
     def __getitem__(self, numbered: tuple[int, StepRequest | None]) -> Any:

@@ -29,6 +29,7 @@ import torch
 import torch.utils.data
 
 import hetstream
+from hetstream.mpi_dataworkers.generators import deterministic
 from hetstream.mpi_dataworkers.ops.pickling import reduce_code
 
 # (module, dotted name inside it).
@@ -161,7 +162,7 @@ class Reached:
                 self._visit_class(kind)
         elif isinstance(value, FunctionType):
             self._visit_function(value)
-        if isinstance(value, FunctionType | _Cached) and hasattr(value, "__wrapped__"):
+        if isinstance(value, FunctionType | _Cached | deterministic) and hasattr(value, "__wrapped__"):
             self._waiting.append(value.__wrapped__)
 
     def _home(self, value: Any) -> str | None:

@@ -31,10 +31,11 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import FeatureError, PipelineError, SourceError
-from hetstream.mpi_dataworkers.generators import making_sample
+from hetstream.mpi_dataworkers.generators import deterministic, making_sample
 from hetstream.mpi_dataworkers.ops.code_globals import is_programs, names_in
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
 from hetstream.mpi_dataworkers.ops.origins import PLAIN, Origins, digest_of_state
+from hetstream.mpi_dataworkers.ops.prefix_cache import PrefixCache
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import Indices, derive_seed
 from hetstream.mpi_dataworkers.process.children import ForksEndHere
@@ -43,7 +44,7 @@ from hetstream.mpi_dataworkers.process.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.sources.images import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
-from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
+from hetstream.mpi_dataworkers.wire.messages import CacheReport, ErrorPolicy, Failure
 
 # The batch stage: user code that gets each finished batch, after collate, in the process that has made it.
 #
@@ -324,6 +325,8 @@ def function_of(value: Any) -> FunctionType | None:
             value = value.fget
         elif isinstance(value, functools.partial):
             value = value.func
+        elif isinstance(value, deterministic):
+            value = value.function
         else:
             break
     return None
@@ -466,6 +469,8 @@ class Pipeline:
         has_workers: these are processes of their own; else the program makes the samples itself.
         own_generators: what `with_own_generators` found in the objects here; None where they are not used.
         origins: what the seeds of samples are mixed with.
+        cache_place: where the deterministic front of samples is kept, for `parse_cache`; "" where it is not.
+        cache: it, in the process that makes the samples.
     """
 
     dataset: Any
@@ -482,6 +487,8 @@ class Pipeline:
     has_workers: bool = False
     own_generators: OwnGenerators | None = field(default=None, compare=False)
     origins: Origins = field(default=PLAIN, compare=False)
+    cache_place: str = ""
+    cache: PrefixCache | None = field(default=None, compare=False)
 
     @property
     def thread_safe(self) -> bool:
@@ -501,7 +508,11 @@ class Pipeline:
         """
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         roots = () if is_stream else (self.dataset, self.collate_fn)
-        return replace(self, own_generators=OwnGenerators(*roots, self.batch_stage, self.gpu_stage) or None)
+        own = OwnGenerators(*roots, self.batch_stage, self.gpu_stage) or None
+        keeps = bool(self.cache_place) and not is_stream
+        return replace(
+            self, own_generators=own, cache=PrefixCache(self.cache_place, self.dataset, own) if keeps else None
+        )
 
     @property
     def threads_help(self) -> bool:
@@ -537,11 +548,12 @@ class Pipeline:
             SampleError: user code raised; the cause is its exception, the index -1 when it was not in one sample.
         """
         wanted, step_seed = indices.tolist(), seeds[0]  # which is computed at each look
+        dataset = self.dataset if self.cache is None else self.cache.dataset
         # Most steps have this form, and comparing costs more than looking: one that is equal gives the same.
         given = wanted if form is INTS else form.given(indices)
         seeds_all = not self.thread_safe
         if not self.batched:
-            read = partial(getitem, self.dataset, wanted[0] if form is INTS else given)
+            read = partial(getitem, dataset, wanted[0] if form is INTS else given)
             sample = -1 if isinstance(wanted[0], list) else wanted[0]
             samples = self._make_sample(read, sample, step_seed, seeds_all, watched)
         elif reads_apart(self.dataset):
@@ -550,10 +562,10 @@ class Pipeline:
             if transform is not None:
                 work = [partial(transform, raw) for raw in samples], wanted, seeds
                 samples = self._each(*work, seeds_all, watched, team)
-        elif callable(getattr(self.dataset, "__getitems__", None)):
-            samples = self._together(self.dataset.__getitems__, given, wanted, step_seed, watched)
+        elif callable(getattr(dataset, "__getitems__", None)):
+            samples = self._together(dataset.__getitems__, given, wanted, step_seed, watched)
         else:
-            reads = [partial(getitem, self.dataset, index) for index in given]
+            reads = [partial(getitem, dataset, index) for index in given]
             samples = self._each(reads, wanted, seeds, seeds_all, watched, team)
         watched.at_sample(-1)
         if not seeds_all:
@@ -585,7 +597,7 @@ class Pipeline:
         watched.at_sample(-1)
         self._seed(seed)
         try:
-            with making_sample(seed ^ self.origins.torch):
+            with making_sample(seed ^ self.origins.torch, self.cache):
                 return read(given)
         except Exception as error:
             raise SampleError(_sample_at(place_at_fault(error, given, read), wanted)) from error
@@ -597,7 +609,7 @@ class Pipeline:
         if seeds_all:
             self._seed(seed)
         try:
-            with making_sample(seed ^ self.origins.torch):
+            with making_sample(seed ^ self.origins.torch, self.cache):
                 return make()
         except Exception as error:
             raise SampleError(index) from error
@@ -763,7 +775,8 @@ class MadeStep(msgspec.Struct, frozen=True):
     Attributes:
         batch: the batch; None when no sample is left.
         num_samples, num_skipped: samples of the step that are in it, and that are not.
-        left_out, wrote: those that failed now, and what samples did to files, as in `messages.Batch`.
+        left_out, wrote, cache: those that failed now, what samples did to files, and what a prefix cache did for them,
+            as in `messages.Batch`.
     """
 
     batch: Any
@@ -771,6 +784,7 @@ class MadeStep(msgspec.Struct, frozen=True):
     num_skipped: int
     left_out: list[Failure]
     wrote: str = ""
+    cache: CacheReport | None = None
 
     def pin_memory(self) -> MadeStep:
         """The same with its batch in pinned memory; torch's own loader calls it, in process."""
@@ -796,7 +810,8 @@ def make_step(
         try:
             with ForksEndHere():
                 batch = pipeline.make_batch(kept, their_seeds, watched, form=form) if len(kept) else None
-            return MadeStep(batch, len(kept), len(indices) - len(kept), failures.left_out)
+            cache = None if pipeline.cache is None else pipeline.cache.take_report()
+            return MadeStep(batch, len(kept), len(indices) - len(kept), failures.left_out, cache=cache)
         except SampleError as error:
             if failures.note("", describe_failure(error), policy) is OnFailure.RAISE:
                 raise

@@ -109,7 +109,7 @@ def program_of(reached: Reached, knows_hetstream: bool = True) -> Program:
     named = (path for value in os.environ.values() for path in places_in(value))
     owners = {_as_text(place): _owners_of(place) for place in (working_dir, *sys_path, *named) if place}
     texts = list(map(_as_text, sys_path))
-    return Program(_as_text(working_dir), texts, _digests(reached.modules), knows_hetstream, owners)
+    return Program(_as_text(working_dir), texts, module_digests(reached.modules), knows_hetstream, owners)
 
 
 # Looked at once: pipelines are defined again and again.
@@ -164,7 +164,7 @@ class _Source:
 _sources: dict[str, _Source] = {}
 
 
-def _digests(reached: Iterable[str]) -> dict[str, str]:
+def module_digests(reached: Iterable[str]) -> dict[str, str]:
     """Digests of the program's own modules among the reached ones and those that they import."""
     found: dict[str, str] = {}
     waiting = list(reached)

@@ -4,6 +4,7 @@ HETSTREAM_SERVICE        file:PATH of the dispatcher's address file
 HETSTREAM_JOB_NAME       name under which the ranks of one program meet (default: from Slurm or torchrun)
 HETSTREAM_BUFFER_BYTES   bytes of finished batches a loader holds ahead of the training loop (default 512 MiB)
 HETSTREAM_CACHE_BYTES    bytes of finished batches a data worker process keeps for loaders that share (default 256 MiB)
+HETSTREAM_CACHE          memory:SIZE or DIR[:SIZE]: where the deterministic front of samples is kept (default: nowhere)
 HETSTREAM_TRANSPORT      transports on which batches may come, with commas: mpi, shm, ipc, tcp (default: all but mpi)
 HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
 HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
@@ -29,6 +30,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hetstream.base.errors import ConfigError
 from hetstream.base.installed import install_command
@@ -39,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20
+MEMORY, DISK = "memory", "disk"
 OFFLOADS = ("off", "auto", "all")
 # What a program's environment says of its own process, host, launcher or session; data workers keep theirs. A name
 # that ends in * stands for all that begin so.
@@ -352,6 +355,50 @@ def metrics_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[s
 def quarantine_dir_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     """Folder where loaders write down the samples that they quarantine."""
     return environ.get("HETSTREAM_QUARANTINE_DIR") or None
+
+
+class CachePlace(NamedTuple):
+    """Where the deterministic front of samples is kept.
+
+    Attributes:
+        kind: `MEMORY`, or `DISK`.
+        path: a directory on a disk of the host.
+        bound_bytes: of all entries; 0: half of what is free there.
+    """
+
+    kind: str
+    path: str = ""
+    bound_bytes: int = 0
+
+
+def parse_cache(text: str) -> CachePlace:
+    """Read where a prefix cache is to be, as `memory:8G`, `/local/dir` or `/local/dir:50G`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    where, _, size = text.rpartition(":") if re.search(r":\d+(\.\d+)?[KMGT]$", text) else (text, "", "")
+    bound_bytes = int(float(size[:-1]) * (1 << {"K": 10, "M": 20, "G": 30, "T": 40}[size[-1]])) if size else 0
+    if where == MEMORY and bound_bytes:
+        return CachePlace(MEMORY, "", bound_bytes)
+    if os.path.isabs(where) and where.isprintable() and (bound_bytes or not size):
+        return CachePlace(DISK, where, bound_bytes)
+    raise ConfigError(
+        f"cache={text!r}: must be memory:SIZE (memory:8G) or an absolute directory on the hosts' own disk, with or "
+        "without a bound (/local/cache:50G); a size is a number with K, M, G or T"
+    )
+
+
+def cache_from_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the deterministic front of samples is kept, for `parse_cache`; "" where it is not.
+
+    Raises:
+        ConfigError: it is no such place.
+    """
+    value = environ.get("HETSTREAM_CACHE") or ""
+    if value and value != "off":
+        parse_cache(value)
+    return "" if value == "off" else value
 
 
 def transports_from_environment(environ: Mapping[str, str] = os.environ) -> frozenset[str]:

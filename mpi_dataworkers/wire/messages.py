@@ -266,6 +266,9 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         moved_bytes: of what operators that a partitioner has moved have computed, in these batches.
         compared_steps: that were made from the program's own objects, too, and compared.
         differing_steps: those of them that were not the same.
+        cache_hits, cache_misses: fronts of samples that a prefix cache had, and that were made.
+        cache_bytes: of those that it had, and of those that it has kept.
+        cache_saved_s: CPU time that the hits took when they were made, without that of reading them back.
     """
 
     epochs: int = 0
@@ -285,6 +288,10 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     moved_bytes: int = 0
     compared_steps: int = 0
     differing_steps: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_bytes: int = 0
+    cache_saved_s: float = 0.0
 
 
 class EmbeddingLookups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -929,6 +936,23 @@ class Compressed(Message, frozen=True):
     header: bytes
 
 
+class CacheReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a data worker process's prefix cache did since its report before.
+
+    Attributes:
+        hits, misses: fronts of samples that it had, and that were made.
+        num_bytes: of those that it had, and of those that it has kept now.
+        saved_s: CPU time that the hits took when they were made, without that of reading them back.
+        said: lines for the program's log.
+    """
+
+    hits: int
+    misses: int
+    num_bytes: int
+    saved_s: float
+    said: list[str] = []
+
+
 class Batch(Message, frozen=True, omit_defaults=True):
     """Header of one step's batch; the tensors' bytes are the frames after it.
 
@@ -943,6 +967,7 @@ class Batch(Message, frozen=True, omit_defaults=True):
         left_out: those of them that failed at this step, with what they did; index -1 stands for all.
         snapshot: of a shard whose dataset has a state: where its reader is after this step, see `snapshots`.
         wrote: what its samples were seen to make or change in the file system, on one line.
+        cache: what a prefix cache did for its samples; None where nothing.
     """
 
     session_id: str
@@ -957,6 +982,7 @@ class Batch(Message, frozen=True, omit_defaults=True):
     left_out: list[Failure] = []
     snapshot: bytes = b""
     wrote: str = ""
+    cache: CacheReport | None = None
 
 
 class Batches(Message, frozen=True):
@@ -973,6 +999,7 @@ __all__ = [
     "Batch",
     "BatchFailed",
     "Batches",
+    "CacheReport",
     "Challenge",
     "CloseSession",
     "Compressed",

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -319,7 +319,8 @@ class StepMaker:
             places = gathered.place(buffers, time.monotonic())
             snapshot = reader.snapshot if reader is not None else b""
             report = made.num_skipped, made.left_out, snapshot
-            gathered.add(Batch(*names, made.num_samples, spec, places, origin, lease.shift, *report, wrote=made.wrote))
+            header = Batch(*names, made.num_samples, spec, places, origin, lease.shift, *report, made.wrote)
+            gathered.add(msgspec.structs.replace(header, cache=made.cache) if made.cache is not None else header)
         return True
 
     def finished(self, lease: GrantLease, busy_s: float, waited_s: float) -> FinishLease:
@@ -393,7 +394,13 @@ class StepMaker:
         is_shared = session.sharing is not None  # each of its samples is made once for all
         if step == 0 and session.worker_seeds is None and not is_shared and session.pipeline_id not in self._tried:
             self._tried.add(session.pipeline_id)
-            _refuse_changes(pipeline, kept[:1], pass_seeds.of_step(kept[:1], listed_step, epoch), self._page, form)
+            _refuse_changes(
+                replace(pipeline, cache=None),
+                kept[:1],
+                pass_seeds.of_step(kept[:1], listed_step, epoch),
+                self._page,
+                form,
+            )
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
         began = time.monotonic()
@@ -403,7 +410,8 @@ class StepMaker:
             earlier.missed(time.monotonic() - began)
             batch = pipeline.finished(batch, their_seeds[0])
         self._pipelines.check_writes(session.pipeline_id)
-        return MadeStep(batch, len(kept), len(indices) - len(kept), left_out)
+        cache = None if pipeline.cache is None else pipeline.cache.take_report()
+        return MadeStep(batch, len(kept), len(indices) - len(kept), left_out, cache=cache)
 
     def _finished(
         self, earlier: MadeStep, indices: Indices, seeds: SampleSeeds, pipeline: Pipeline, lease: GrantLease

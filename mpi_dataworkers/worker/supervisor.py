@@ -30,6 +30,7 @@ import msgspec
 
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ServiceEnded
+from hetstream.mpi_dataworkers.ops.cache_store import remove_from_memory
 from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
 from hetstream.mpi_dataworkers.process.children import (
     END_SIGNALS,
@@ -222,6 +223,7 @@ class _Supervisor:
                 self._start_all()
         self._fork_servers.close()
         self._exchange.close()
+        remove_from_memory()
         resource.setrlimit(resource.RLIMIT_NOFILE, self._files_limit)
         if self._changes:
             for number in END_SIGNALS:

@@ -395,6 +395,8 @@ def _master_options(
         arguments.append(f"--gpu-companion-options={shlex.join(gpu_worker)}")
     if spec.offload is not None:
         arguments.append(f"--offload={spec.offload}")
+    if spec.cache is not None:
+        arguments.append(f"--cache={spec.cache}")
     if spec.stream_in_process_loaders:
         arguments.append("--stream-in-process-loaders")
     if spec.companions:

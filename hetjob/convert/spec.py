@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from hetstream.base.errors import ConfigError
 from hetstream.hetjob.convert.sbatch_options import SbatchOptions, megabytes, time_limit_s
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.job.job import RULE, is_directory_pattern
-from hetstream.mpi_dataworkers.process.config import OFFLOADS
+from hetstream.mpi_dataworkers.process.config import OFFLOADS, parse_cache
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
@@ -94,6 +95,12 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "the part of the model's forward that depends on no state runs in data workers: `auto` where that makes a step "
         "faster, `all` with its random numbers too, `off` not at all",
         "off",
+    ),
+    "cache": DirectiveOption(
+        "PLACE",
+        "the deterministic front of each sample (read, decode, resize) is kept for later epochs and other jobs of the "
+        "user: `memory:8G` on each node, or a directory on its own disk, `/local/cache:50G`",
+        "nowhere",
     ),
     "stream-in-process-loaders": DirectiveOption(
         "",
@@ -204,6 +211,7 @@ class JobSpec:
         total_steps: steps of the training loop in all, or None where not known.
         total_epochs: the same in epochs.
         offload: what of a model's forward may run in data workers; None leaves it to the environment.
+        cache: where fronts of samples are kept, for `parse_cache`; None leaves it to the environment.
         stream_in_process_loaders: whether DataLoaders with `num_workers=0` are streamed, too.
         jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
         journal_dir: holds the dispatcher's journal, or None for the job's directory.
@@ -248,6 +256,7 @@ class JobSpec:
     gpu_data_worker_mem: str | None = None
     gpu_data_worker_partition: str | None = None
     offload: str | None = None
+    cache: str | None = None
     stream_in_process_loaders: bool = False
     job_class: str | None = None
     opportunistic_after: str | None = None
@@ -349,9 +358,19 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         return _broken_command(value)
     if option == "offload":
         return None if value in OFFLOADS else f"one of {', '.join(OFFLOADS)}"
+    if option == "cache":
+        return _broken_cache(value)
     if option in ("jobs-dir", "journal-dir"):
         return None if is_directory_pattern(value) else RULE
     return None if value and all(ord(char) >= 32 for char in value) else "a name, not empty and on one line"
+
+
+def _broken_cache(text: str) -> str | None:
+    try:
+        parse_cache(text)
+    except ConfigError:
+        return "memory:SIZE (memory:8G), or an absolute directory on the nodes' own disk with or without :SIZE"
+    return None
 
 
 def _broken_command(text: str) -> str | None:

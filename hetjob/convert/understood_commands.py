@@ -191,7 +191,7 @@ _BEFORE_A_COMMAND: dict[str, tuple[str, int]] = {
     "poetry run": ("", 0),
     "pipenv run": ("", 0),
     "shifter": ("-V --volume -i --image -m --module -e --env -w --workdir", 0),
-    "hetstream run": ("--data-workers --worker-threads --offload", 0),
+    "hetstream run": ("--data-workers --worker-threads --offload --cache", 0),
     **dict.fromkeys(
         ("apptainer exec", "singularity exec", "apptainer run", "singularity run"),
         (

@@ -112,7 +112,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "it took no step"
     made = "all of them" if 0 < local == steps else f"{local} steps"
     taken = f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}"
-    return f"{taken}{_moved(loaders, steps)}{_compared(loaders)}, {processes}"
+    return f"{taken}{_moved(loaders, steps)}{_compared(loaders)}{_cached(loaders)}, {processes}"
 
 
 def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
@@ -158,6 +158,15 @@ def _compared(loaders: Sequence[Mapping[str, Any]]) -> str:
         sum(loader.get(name, 0) for loader in loaders) for name in ("compared_steps", "differing_steps")
     )
     return f", {compared} steps compared with the program's own, {differing} differed" if compared else ""
+
+
+def _cached(loaders: Sequence[Mapping[str, Any]]) -> str:
+    """What the prefix cache did; empty where there was none."""
+    names = ("cache_hits", "cache_misses", "cache_saved_s")
+    hits, misses, saved_s = (sum(loader.get(name, 0) for loader in loaders) for name in names)
+    if not hits and not misses:
+        return ""
+    return f", the cache had {hits:,} of {hits + misses:,} samples' fronts, which saved {saved_s:,.0f} CPU s"
 
 
 def _companions(summary: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ def environment(
     environ: Mapping[str, str] = os.environ,
     offload: str | None = None,
     in_process_loaders: bool = False,
+    cache: str | None = None,
 ) -> dict[str, str]:
     """Variables under which `python train.py` streams, in this job and in no other that is submitted from it.
 
@@ -29,6 +30,7 @@ def environment(
         environ: the environment they are added to; its PYTHONPATH is kept behind the hook.
         offload: what of a model's forward may move to the data workers; None leaves it to the environment.
         in_process_loaders: whether loaders with `num_workers=0` are streamed, too; False leaves it to the environment.
+        cache: where fronts of samples are kept, for `parse_cache`; None leaves it to the environment.
     """
     inherited = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     paths = [_HOOK_DIRECTORY, *(entry for entry in inherited if entry != _HOOK_DIRECTORY)]
@@ -37,5 +39,6 @@ def environment(
     variables |= {} if environ.get("PYTHONHASHSEED") else {"PYTHONHASHSEED": hash_seed(environ)}
     variables |= {} if offload is None else {"HETSTREAM_OFFLOAD": offload}
     variables |= {"HETSTREAM_IN_PROCESS_LOADERS": "1"} if in_process_loaders else {}
+    variables |= {} if cache is None else {"HETSTREAM_CACHE": cache}
     # Empty without a service: the environment may have that of a surrounding job.
     return with_job(variables | {"HETSTREAM_SERVICE": service or ""}, environ)

@@ -547,6 +547,7 @@ _LOADER_COLUMNS = (
     Column("waited", "WAITED"),
     Column("local", "LOCAL"),
     Column("left_out", "LEFT OUT"),
+    Column("cached", "CACHED", priority=3),
 )
 _DECISIONS_SHOWN = 10
 
@@ -601,8 +602,14 @@ def _loader_row(loader: Mapping[str, Any]) -> Row:
         "loader": str(loader.get("title") or loader["job_name"]), "rank": loader["rank"], "host": loader["host"],
         "epochs": f"{loader['epochs']:,}", "steps": f"{loader['steps']:,}", "samples": f"{loader['samples']:,}",
         "bytes": size_words(loader["bytes"]), "waited": f"{waited:.0%}", "local": f"{loader['local_steps']:,}",
-        "left_out": f"{loader['skipped']:,}",
+        "left_out": f"{loader['skipped']:,}", "cached": _cached(loader),
     }  # fmt: skip
+
+
+def _cached(loader: Mapping[str, Any]) -> str:
+    """Which share of the fronts of its samples a prefix cache had."""
+    hits, misses = loader.get("cache_hits", 0), loader.get("cache_misses", 0)
+    return f"{hits / (hits + misses):.0%}" if hits or misses else "-"
 
 
 # `hetstream job --clean`: remove what old jobs have left in their places, or without `--remove` say what would go.

@@ -69,6 +69,7 @@ def add_master_arguments(parser: argparse.ArgumentParser) -> None:
         p.add_argument("--total-epochs", type=int, metavar="N", help="epochs of the training loop in all")
         p.add_argument("--on-memory-warning", choices=("warn", "migrate"), default="warn", help="of the trainer")
         p.add_argument("--offload", choices=OFFLOADS, help="what of a model's forward data workers may run")
+        p.add_argument("--cache", metavar="PLACE", help="where fronts of samples are kept")
         p.add_argument("--stream-in-process-loaders", action="store_true", help="also DataLoaders with num_workers=0")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
 
@@ -112,7 +113,10 @@ def _start(args: argparse.Namespace) -> int:
             print(f"hetstream: {why}", file=sys.stderr)
         args.journal_dir = args.journal_dir or setting(JOURNAL_DIR, os.environ)
         hook_environment = functools.partial(
-            environment, offload=args.offload, in_process_loaders=args.stream_in_process_loaders
+            environment,
+            offload=args.offload,
+            in_process_loaders=args.stream_in_process_loaders,
+            cache=args.cache,
         )
         variables = start(_config(args), CommandSlurm(), os.environ, hook_environment)
     except HetstreamError as error:

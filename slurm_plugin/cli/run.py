@@ -16,7 +16,7 @@ from hetstream.base.errors import UsageError
 from hetstream.hetjob.job.ended_job import next_try, summary_line
 from hetstream.hetjob.master.local import LocalConfig, run_local
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.process.config import OFFLOADS
+from hetstream.mpi_dataworkers.process.config import OFFLOADS, parse_cache
 from hetstream.slurm_plugin.submit.program import own_program
 
 EPILOG = """\
@@ -55,6 +55,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "a step faster, all with its random numbers too (default: off)",
     )
     parser.add_argument(
+        "--cache",
+        metavar="PLACE",
+        help="keep the deterministic front of each sample (read, decode, resize) for later epochs and runs: memory:8G, "
+        "or a directory on a local disk, with or without a bound (/local/cache:50G)",
+    )
+    parser.add_argument(
         "--stream-in-process-loaders",
         action="store_true",
         help="have data workers also make the batches of DataLoaders with num_workers=0, which torch makes with the "
@@ -86,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the program and return its exit code."""
     if args.json and not args.json.parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}; make it first")
+    if args.cache:
+        parse_cache(args.cache)
     if args.explain:
         from hetstream.slurm_plugin.cli.explain import run_explained
 
@@ -101,7 +109,10 @@ def run(args: argparse.Namespace) -> int:
         show_logs=args.verbose,
     )
     hook_environment = functools.partial(
-        environment, offload=args.offload, in_process_loaders=args.stream_in_process_loaders
+        environment,
+        offload=args.offload,
+        in_process_loaders=args.stream_in_process_loaders,
+        cache=args.cache,
     )
     if args.dry_run:
         _print_commands(config, hook_environment)

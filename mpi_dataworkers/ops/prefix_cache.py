@@ -52,11 +52,11 @@ _DRAW_NOTHING = frozenset((
 # fmt: on
 _MODULES = ("torchvision.transforms.transforms", "torchvision.transforms.v2.")
 _LOADERS = ("default_loader", "pil_loader")
-# Settings of libraries that decide what a decoder gives.
+# Settings of libraries that decide what a decoder gives, with what they are where the module is not loaded yet.
 _SETTINGS = (
-    ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
-    ("PIL.Image", "MAX_IMAGE_PIXELS"),
-    ("torchvision", "_image_backend"),
+    ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False),
+    ("PIL.Image", "MAX_IMAGE_PIXELS", (1 << 30) // 4 // 3),
+    ("torchvision", "_image_backend", "PIL"),
 )
 # Globals of a front that say nothing about its values, or whose draws are seen.
 _NO_MATTER = (logging.Logger, logging.Handler, random.Random, np.random.Generator, np.random.RandomState)
@@ -314,10 +314,8 @@ def digest_of_front(front: Any) -> str:
     for place, value in unsent.items():
         if not isinstance(value, _NO_MATTER):
             values[".".join(place)] = digest_of_state(value)
-    settings = {".".join(place): repr(getattr(sys.modules.get(place[0]), place[1], None)) for place in _SETTINGS} | {
-        "dtype": str(torch.get_default_dtype()),
-        "installed": _installed(),
-    }
+    settings = {name: repr(getattr(sys.modules.get(module), name, default)) for module, name, default in _SETTINGS}
+    settings |= {"dtype": str(torch.get_default_dtype()), "installed": _installed()}
     program = Program("", [], module_digests(reached.modules), True, {})
     known = msgspec.msgpack.encode([sorted(values.items()), sorted(settings.items())])
     return digest_of(pickled.blob, pickled.buffers, program, known)

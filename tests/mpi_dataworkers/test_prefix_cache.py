@@ -196,6 +196,13 @@ def test_arguments_and_code_are_part_of_the_key(call: Any, paths: list[str]) -> 
     assert len(digests) == 2
 
 
+def test_the_key_is_the_same_whatever_else_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL.ImageFile")
+    loaded = prefix_cache.digest_of_front(load)
+    monkeypatch.delitem(sys.modules, "PIL.ImageFile")
+    assert prefix_cache.digest_of_front(load) == loaded
+
+
 @pytest.mark.shows("a front that draws random numbers is not kept, and a line says so")
 @pytest.mark.parametrize("front", [drawn, drawn_of_sample])
 def test_a_front_that_draws_is_not_kept(front: Any, call: Any, paths: list[str], place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -65,8 +66,10 @@ def dataset(case: str, root: str, edge: int) -> Any:
         transforms.ToTensor(),
         transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
     ]
-    folder = tempfile.mkdtemp()  # of classes, as ImageFolder wants them
-    os.symlink(root, f"{folder}/photographs")
+    folder = Path(tempfile.gettempdir(), f"bench-cache-{os.getuid()}")  # of classes, as ImageFolder wants them
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "photographs").symlink_to(root)
     return datasets.ImageFolder(folder, transforms.Compose(steps))
 
 

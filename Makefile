@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # 6 GB on the disk, as package indexes have older releases for Linux with CUDA's libraries alone.
 OLDEST_TORCH := torch==$(shell sed -n 's/^torch = \["torch>=\(.*\)"\]$$/\1/p' pyproject.toml)
 OLDEST_VENV := .venv-oldest-torch
-DATA_BENCHMARKS := transport partition tensors leases overhead step_terms scale kill startup threads sharing coordinated resume soak features fusion hdf5 compared cache
+DATA_BENCHMARKS := transport partition tensors leases overhead step_terms scale kill startup threads sharing coordinated resume soak features fusion hdf5 compared cache slow
 # Needs root and Slurm.
 SLURM_BENCHMARKS := elastic stages holes site_load fidelity
 # Job lists come from ../shared/traces; where there are none they are made up.

@@ -59,7 +59,7 @@ Begin with --observe, which only says what it would do.
 
 examples:
   hetstream gpu pack --observe
-  hetstream gpu pack --once --dry-run --json
+  hetstream gpu pack --dry-run --json
   hetstream gpu pack --partition opp --interval 10 --quotas /etc/hetstream/quotas.json
 
 exit codes:

@@ -258,7 +258,7 @@ def _conclusion(rows: Sequence[Row], usual: str) -> str:
     if best["policy"] == usual or gain < _LEAST_GAIN:
         return f"conclusion: nothing to gain by another policy; {usual} with {before['discipline']} is as good as any"
     return (
-        f"conclusion: {name} is best, jobs complete in {time} on average, {gain:.0%} sooner than {usual} with "
+        f"conclusion: {name} is best, jobs complete in {time} on average, {percent(gain)} sooner than {usual} with "
         f"{before['discipline']} ({_hours(before['mean_jct_s'])})"
     )
 
@@ -446,6 +446,11 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
+def _percentages(shares: Sequence[float]) -> str:
+    """` 3 31`: short, as two columns of eight fit a terminal of 80."""
+    return " ".join(f"{100 * share:2.0f}" for share in shares)
+
+
 _COLUMNS = (
     Column("policy", "POLICY", left=True),
     Column("discipline", "QUEUE", left=True),
@@ -466,11 +471,6 @@ _OVER_TIME = (
     Column("policy", "POLICY", left=True),
     Column("discipline", "QUEUE", left=True),
     Column("span_s", "EVERY", _hours),
-    Column("indicator", "FRAGMENTED", lambda values: " ".join(f"{value:.2f}" for value in values), wraps=True),
-    Column(
-        "unusable_gpus",
-        "UNUSABLE GPUS, %",
-        lambda values: " ".join(f"{100 * value:2.0f}" for value in values),
-        wraps=True,
-    ),
+    Column("indicator", "FRAGMENTED, %", _percentages, wraps=True),
+    Column("unusable_gpus", "UNUSABLE GPUS, %", _percentages, wraps=True),
 )

@@ -146,7 +146,7 @@ def test_the_first_program_of_the_user_guide_streams(tmp_path: Path) -> None:
     hetstream = Path(sys.executable).with_name("hetstream")
     done = subprocess.run([hetstream, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "1 loader(s), 10 steps, 640 samples" in done.stderr
+    assert "1 loader, 10 steps, 640 samples" in done.stderr
 
 
 PROGRAM_OF_A_READER = """

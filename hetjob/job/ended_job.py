@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.files import Directory
-from hetstream.base.text import user_name
+from hetstream.base.text import count_words, user_name
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR
 from hetstream.hetjob.job.processes import remove_tree
 
@@ -101,7 +101,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     renewed = summary.get("data_workers_renewed", 0)
     seen = summary.get("data_workers_seen", 0) - replaced - renewed
     # Those that left before their first step, to start anew in the program's Python, are none that a user would count.
-    processes = f"{summary.get('data_workers_used') or max(0, seen)} data worker process(es)"
+    processes = count_words(summary.get("data_workers_used") or max(0, seen), "data worker process")
     if replaced:
         processes += f", {replaced} more in the place of some that died"
     processes += _companions(summary)
@@ -111,7 +111,9 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     wait_s = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders)
     waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "it took no step"
     made = "all of them" if 0 < local == steps else f"{local} steps"
-    taken = f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}"
+    taken = (
+        f"{count_words(len(loaders), 'loader')}, {steps} steps, {samples} samples, {made} made in the trainer, {waited}"
+    )
     return f"{taken}{_moved(loaders, steps)}{_compared(loaders)}{_cached(loaders)}, {processes}"
 
 
@@ -175,7 +177,7 @@ def _companions(summary: Mapping[str, Any]) -> str:
     cpu_s, in_holes_s = elastic.get("companion_cpu_s", 0.0), elastic.get("companion_cpu_s_in_holes", 0.0)
     if not cpu_s:
         return ""
-    jobs = f"{elastic.get('companions', 0)} companion job(s)"
+    jobs = count_words(elastic.get("companions", 0), "companion job")
     return f", {cpu_s / 3600:.2f} CPU-hours in {jobs}, {in_holes_s / cpu_s:.0%} of it in backfill holes"
 
 

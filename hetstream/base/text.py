@@ -80,6 +80,12 @@ def duration_words(seconds: float) -> str:
     return str(timedelta(seconds=int(min(seconds, _LONGEST_S))))
 
 
+def count_words(number: int, noun: str) -> str:
+    """`1 job`, `2,000 jobs`, `3 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def percent(share: float) -> str:
     """`31 %`."""
     return f"{100 * share:.0f} %"

@@ -113,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if verb is not None and verb not in VERBS and verb not in UNLISTED:
         return _refuse("hetstream", "verb", verb, VERBS, _ELSEWHERE)
+    if arguments == [verb] and verb in ACTIONS:
+        arguments.append("--help")
     actions = ACTIONS[verb][1] if verb in ACTIONS else {}
     if action is None or action not in actions:
         # A word that no action can have may be the value of an option; argparse then says what is wrong.

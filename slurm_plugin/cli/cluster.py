@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.errors import UsageError
-from hetstream.base.text import duration, percent
+from hetstream.base.text import count_words, duration, percent
 from hetstream.hetjob.convert.plan import CLASS_MARK, opportunistic_partitions
 from hetstream.hetjob.convert.spec import GUARANTEED, OPPORTUNISTIC
 from hetstream.hetjob.job.job import JOBS_DIR, places, setting
@@ -172,21 +172,22 @@ def _lines(found: Fragmentation) -> list[str]:
     total = found.total
     lines = [
         f"free: {total('cpus_free'):,} of {total('cpus'):,} CPUs, {total('gpus_free'):,} of {total('gpus'):,} GPUs, "
-        f"{gib(total('memory_free_mb'))} of {gib(total('memory_mb'))} GiB on {len(found.nodes):,} node(s)"
+        f"{gib(total('memory_free_mb'))} of {gib(total('memory_mb'))} GiB on {count_words(len(found.nodes), 'node')}"
     ]
     if found.elsewhere:
         cpus, gpus = (sum(getattr(row, what) for row in found.elsewhere) for what in ("cpus", "gpus"))
-        where = f"{len(found.elsewhere):,} node(s) on which no other job can start"
+        where = f"{count_words(len(found.elsewhere), 'node')} on which no other job can start"
         lines.append(f"of these {cpus:,} CPUs and {gpus:,} GPUs are held on {where}")
     if not found.gpu_nodes:
         if any(node.gpus for node in found.left_out):
             return [*lines, "no node in use has GPUs: there is no indicator. Check: sinfo -R"]
         return [*lines, "no node has GPUs: there is no indicator. Check: scontrol show node | grep Gres"]
     mean_abs, mean = found.mean_abs_indicator or 0.0, found.mean_indicator or 0.0
+    nodes = count_words(len(found.gpu_nodes), "node")
     return [
         *lines,
         f"stranded: {total('stranded_gpus'):,} GPUs, {total('stranded_cpus'):,} CPUs that no pending job can use",
-        f"{len(found.gpu_nodes):,} node(s) with GPUs: FRAG {signed(mean)} on average ({mean_abs:.2f} without signs); "
+        f"{nodes} with GPUs: FRAG {signed(mean)} on average ({mean_abs:.2f} without signs); "
         f"{percent(found.share_without_cpus or 0)} have no CPU left for their GPUs (a quarter free or more), "
         f"{percent(found.share_without_gpus or 0)} no GPU left for their CPUs",
         *([_spread(found)] if len(found.gpu_nodes) >= _FEWEST_DRAWN else []),
@@ -582,7 +583,7 @@ def advise_report(found: tuple[Advice, ...], snapshot: Snapshot, history: Rememb
     hours = sum(finding.gpu_hours_per_day or 0.0 for finding in found)
     summary = {"num_jobs": len(found), "gpu_hours_per_day": round(hours, 1)}
     about = f", about {hours:,.0f} GPU hours a day" if hours else ""
-    lines = [f"{len(found):,} job(s) would gain{about}" if found else "no job would gain"]
+    lines = [f"{count_words(len(found), 'job')} would gain{about}" if found else "no job would gain"]
     rows = [asdict(finding) for finding in found]
     notes = []
     if not has_accounting(snapshot):

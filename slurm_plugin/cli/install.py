@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.errors import HetstreamError, UsageError
+from hetstream.base.text import count_words
 from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
 from hetstream.hetjob.site.site_file import site_value
@@ -310,7 +311,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 def doctor_report(found: tuple[Finding, ...], snapshot: Snapshot) -> Report:
     """Put the findings into a table."""
     counts = {level.value: sum(finding.level is level for finding in found) for level in Level}
-    line = f"{counts['problem']} problem(s), {counts['warning']} warning(s), {counts['note']} note(s)"
+    line = ", ".join(count_words(number, level) for level, number in counts.items())
     rows = [
         {
             "level": finding.level.value,

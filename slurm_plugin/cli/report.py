@@ -119,7 +119,7 @@ def report_report(seen: Observation, samples: Sequence[Sample], prices: Prices |
     helped = [advice.job for advice in would_start(seen.snapshot)] if now.stranded_gpus else []
     lines = [
         in_one_sentence(seen, helped),
-        f"{now.num_running:,} job(s) run, {sum(group.num_jobs for group in now.waiting.values()):,} wait",
+        f"{now.num_running:,} running, {sum(group.num_jobs for group in now.waiting.values()):,} pending",
     ]
     summary["cost"] = None
     if prices:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from hetstream.base.errors import UsageError
-from hetstream.base.text import duration, percent
+from hetstream.base.text import count_words, duration, percent
 from hetstream.slurm_plugin.cli.cluster_source import add_fresh_argument, add_prices_argument, prices_of, read_cluster
 from hetstream.slurm_plugin.cli.output import (
     EXIT_CODES,
@@ -145,7 +145,8 @@ def report_of(
         rows.append({by: name, **_row(group, window, cpus, gpus, prices)})
     whole = _row(together(usages, window), window, *capacity(nodes), prices)
     lines = [
-        f"{_time(window.start_s)} to {_time(window.end_s)} ({duration(window.length_s)}), {whole['num_jobs']:,} job(s)",
+        f"{_time(window.start_s)} to {_time(window.end_s)} ({duration(window.length_s)}), "
+        f"{count_words(whole['num_jobs'], 'job')}",
         f"allocated: {_percent(whole['gpu_allocated_share'])} of the GPUs, {_percent(whole['cpu_allocated_share'])} of "
         f"the CPUs",
         f"effective: {_percent(whole['gpu_effective_share'])} of the allocated GPUs (measured: "

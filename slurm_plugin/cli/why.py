@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from hetstream.base.errors import UsageError
-from hetstream.base.text import duration, printable
+from hetstream.base.text import count_words, duration, printable
 from hetstream.hetjob.master.controller_state_file import JobReport
 from hetstream.slurm_plugin.cli.cluster_source import add_fresh_argument, read_cluster_or_jobs
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
-from hetstream.slurm_plugin.client.model import REVOKED, Job, Snapshot
+from hetstream.slurm_plugin.client.model import REVOKED, Job, Snapshot, is_own
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.errors import UnknownJob
@@ -36,6 +36,7 @@ shares by its own wish (--oversubscribe), count as in use. Slurm's own reason is
 Slurm finds no room for another thing, that is said.
 
 examples:
+  hetstream why                          your newest pending job
   hetstream why 8123
   hetstream why 8123+1                   one component of a heterogeneous job
   hetstream why 8123_4 --json            one task of an array
@@ -51,7 +52,9 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
         "that is about to run out of memory: when, and what helps."
     )
     parser.epilog = EPILOG
-    parser.add_argument("job", metavar="JOBID", help="N, N+COMPONENT or N_TASK")
+    parser.add_argument(
+        "job", nargs="?", metavar="JOBID", help="N, N+COMPONENT or N_TASK (default: your newest pending job)"
+    )
     add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
@@ -59,10 +62,33 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and explain."""
-    jobs, snapshot = read_jobs(args, [args.job])
+    name = args.job
+    if name is None:
+        name, snapshot = newest_pending(args)
+        jobs = named_jobs(name, snapshot)
+    else:
+        jobs, snapshot = read_jobs(args, [name])
     notices = {job.label: told_by_job(job) for job in jobs}
-    emit(args, report_of(args.job, jobs, snapshot, notices, packing_reasons(snapshot, jobs)))
+    emit(args, report_of(name, jobs, snapshot, notices, packing_reasons(snapshot, jobs)))
     return 0
+
+
+def newest_pending(args: argparse.Namespace) -> tuple[str, Snapshot]:
+    """Return the id of this user's newest pending job, and the cluster. Where the site daemon has seen none yet,
+    slurmctld is asked.
+
+    Raises:
+        UnknownJob: none of this user's jobs waits.
+    """
+    snapshot = read_cluster_or_jobs(args)
+    own = [job for job in snapshot.jobs if job.is_pending and is_own(job)]
+    if not own and snapshot.source == SOURCE:
+        snapshot = CommandSlurm().seen()
+        own = [job for job in snapshot.jobs if job.is_pending and is_own(job)]
+    if not own:
+        raise UnknownJob("no job of yours is pending. Of another job: hetstream why JOBID; hetstream jobs lists them")
+    newest = max(own, key=lambda job: (job.submit_s or 0.0, job.job_id))
+    return str(newest.het.het_job_id if newest.het else newest.array_job_id or newest.job_id), snapshot
 
 
 def read_jobs(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Job], Snapshot]:
@@ -190,9 +216,9 @@ def _facts(explanation: Explanation, now_s: float) -> Row:
 def _lines(explanation: Explanation, now_s: float) -> list[str]:
     job, facts = explanation.job, _facts(explanation, now_s)
     shape = explanation.shape
-    number = f"about {shape.num_nodes}" if shape.is_guess else f"{shape.num_nodes}"
+    number = f"{'about ' if shape.is_guess else ''}{count_words(shape.num_nodes, 'node')}"
     others = "".join(f", {gres_words(gres)}" for gres in shape.gres)
-    asks = f"{number} node(s), each with {shape.gpus} GPU(s){others}, {shape.cpus} CPU(s)"
+    asks = f"{number}, each with {count_words(shape.gpus, 'GPU')}{others}, {count_words(shape.cpus, 'CPU')}"
     head = f"job {job.label} ({job.name}) of {job.user} in {partition_words(job.partitions)}: {job.state}"
     if not job.is_pending:
         since = f" for {duration(now_s - job.start_s)}" if job.start_s and job.is_running else ""
@@ -247,12 +273,13 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
         label, blocker = named[0]
         step = f"; next: {blocker.next_step}" if blocker.next_step else ""
         lines.append(f"waits for {blocker.kind} (job {label}): {blocker.text}{step}")
-    lines += [
-        f"job {part.job.label} in {partition_words(part.job.partitions)}: {part.shape.num_nodes} node(s), each with "
-        f"{part.shape.gpus} GPU(s), {part.shape.cpus} CPU(s), {memory_words(part.shape)}; room now "
-        f"{_room_now(part)}"
-        for part in parts
-    ]
+    for part in parts:
+        shape = part.shape
+        asks = f"{count_words(shape.num_nodes, 'node')}, each with {count_words(shape.gpus, 'GPU')}"
+        lines.append(
+            f"job {part.job.label} in {partition_words(part.job.partitions)}: {asks}, "
+            f"{count_words(shape.cpus, 'CPU')}, {memory_words(shape)}; room now {_room_now(part)}"
+        )
     lines[-1] += "; all components start together, and only when the backfill scheduler has a turn"
     return lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from hetstream.base.text import duration_words, printable, size_words
+from hetstream.base.text import count_words, duration_words, printable, size_words
 from hetstream.mpi_dataworkers.dispatcher.client import has_gpu_stage, load_of
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
 from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, rate_words, sparkline, table, wrapped
@@ -61,7 +61,8 @@ def render(
     made_s = sum(worker.steps_per_s for worker in status.data_workers)
     taken_s = sum(loader.steps_per_s for loader in status.loaders)
     bytes_s = sum(loader.bytes_per_s for loader in status.loaders)
-    who = f"{len(status.data_workers)} data worker process(es){lost}, {len(status.loaders)} loader(s)"
+    num_processes, num_loaders = len(status.data_workers), len(status.loaders)
+    who = f"{count_words(num_processes, 'data worker process')}{lost}, {count_words(num_loaders, 'loader')}"
     how_fast = (
         f"steps/s: {rate_words(made_s)} made, {rate_words(taken_s)} taken   {size_words(bytes_s)}/s   "
         f"leases: {rate_words(status.leases_per_s)}/s, {status.leases_revoked:,} of {status.leases_granted:,} revoked"
@@ -126,7 +127,7 @@ def _stage_lines(status: Status) -> list[str]:
     """One line for each stage, if there is more than one."""
     loads = [load_of(device, status) for device in get_args(Device)] if has_gpu_stage(status) else []
     return [
-        f"stage on {load.device.upper()}s: {len(load.workers)} process(es), "
+        f"stage on {load.device.upper()}s: {count_words(len(load.workers), 'process')}, "
         f"{rate_words(load.steps_per_s)} steps/s taken, busy {load.busy_share:.0%}, "
         f"missed {load.wait_share:.0%} of the time"
         + (f", waits {load.earlier_wait_share:.0%} for the stage before" if load.device == "gpu" else "")

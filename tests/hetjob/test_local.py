@@ -157,14 +157,14 @@ def test_the_trainer_never_waited_longer_than_it_ran() -> None:
 def test_the_summary_says_what_was_and_no_more() -> None:
     none = summary_line({"loaders": [], "data_workers_seen": 2})
     assert none.startswith("no loader connected (the program made no DataLoader, or they stayed local")
-    assert none.endswith("2 data worker process(es)")
+    assert none.endswith("2 data worker processes")
     assert "0 steps made in the trainer, it took no step" in summary_line({"loaders": [{"wait_s": 2.0}]})
     loaders = [{"steps": 5, "local_steps": 5, "elapsed_s": 1.0}]
     alone = summary_line({"loaders": loaders, "data_workers_seen": 5, "data_workers_replaced": 3})
     assert "5 steps, 0 samples, all of them made in the trainer, trainer waited 0% of the time" in alone
-    assert alone.endswith("2 data worker process(es), 3 more in the place of some that died")
+    assert alone.endswith("2 data worker processes, 3 more in the place of some that died")
     anew = summary_line({"loaders": loaders, "data_workers_seen": 8, "data_workers_used": 4})
-    assert anew.endswith(" 4 data worker process(es)"), "four left before a step, for the program's Python"
+    assert anew.endswith(" 4 data worker processes"), "four left before a step, for the program's Python"
 
 
 def test_the_summary_says_what_a_moved_forward_costs() -> None:
@@ -263,7 +263,7 @@ def test_a_real_program_streams(tmp_path: Path) -> None:
     at_once = os.environ | {"DECODE_S": "0"}
     subprocess.run([*words, "local"], env=at_once, capture_output=True, check=True, timeout=120)
     assert (tmp_path / "streamed").read_text() == (tmp_path / "local").read_text()
-    assert "1 loader(s), 80 steps, 1280 samples, 0 steps made in the trainer" in done.stderr
+    assert "1 loader, 80 steps, 1280 samples, 0 steps made in the trainer" in done.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["returncode"] == 0
 
 

@@ -100,7 +100,7 @@ def test_a_job_from_start_to_end(job: Job, wait_until: WaitUntil, monkeypatch: p
     assert summary["data_workers_seen"] == 2
     assert summary["time_limit_s"] == 3600.0
     assert summary["elapsed_s"] == pytest.approx(60.0, abs=30.0)
-    assert "summary: 1 loader(s), 7 steps" in (job.directory / "master.log").read_text()
+    assert "summary: 1 loader, 7 steps" in (job.directory / "master.log").read_text()
 
 
 def test_dead_children_are_replaced(job: Job, wait_until: WaitUntil) -> None:

@@ -44,7 +44,7 @@ def test_the_table() -> None:
     lines = render(status([loader(0), loader(1, wait_share=0.31)], [worker(1), worker(0, "silent")], 1), "job-8123")
     assert lines == [
         "job-8123  up 3:12:12, start 2",
-        "2 data worker process(es), 1 lost, 2 loader(s)   steps/s: 55.0 made, 82.5 taken   792.2 MB/s   "
+        "2 data worker processes, 1 lost, 2 loaders   steps/s: 55.0 made, 82.5 taken   792.2 MB/s   "
         "leases: 512/s, 3 of 10,240 revoked",
         "",
         "LOADER           HOST  EPOCH         STEP  STEPS/S   BYTES/S  WAITED  BUFFER  DATA WORKERS  LOCAL",
@@ -72,8 +72,8 @@ def test_two_stages_have_a_line_each() -> None:
     two = msgspec.structs.replace(status([taker], [busy, waiting]), elastic_gpu="1 data workers", decisions=decisions)
     lines = render(two, "x")
     assert lines[2:6] == [
-        "stage on CPUs: 1 process(es), 27.5 steps/s taken, busy 98%, missed 50% of the time",
-        "stage on GPUs: 1 process(es), 41.2 steps/s taken, busy 20%, missed 50% of the time, "
+        "stage on CPUs: 1 process, 27.5 steps/s taken, busy 98%, missed 50% of the time",
+        "stage on GPUs: 1 process, 41.2 steps/s taken, busy 20%, missed 50% of the time, "
         "waits 60% for the stage before",
         "elastic, stage on GPUs: 1 data workers",
         "  0:01:05 ago: grow 1 with a GPU, because it waits 50%",

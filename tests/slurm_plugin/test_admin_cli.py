@@ -17,6 +17,7 @@ import clusters
 import pytest
 from recorded import Recorded, hours_ago, job
 
+from hetstream.base.text import user_name
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.cli.cluster import frag_report
 from hetstream.slurm_plugin.insight.fragmentation import measure
@@ -36,6 +37,27 @@ def fails(done: subprocess.CompletedProcess[str], code: int) -> str:
     assert done.stderr.count("\n") == 1, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def test_why_without_a_job_id_takes_the_newest_pending_job_of_the_caller(tmp_path: Path) -> None:
+    cluster, me = Recorded(tmp_path), user_name(os.geteuid())
+    assert "no job of yours is pending. Of another job: hetstream why JOBID" in fails(cluster.run("why"), 1)
+    later = {"UserName": me, "SubmitTime": "2026-11-20T17:00:00"}
+    rows = [
+        job("51", "PENDING", **later),
+        job("52", "PENDING", UserName=me, SubmitTime="2026-11-20T16:30:00"),
+        job("53", "RUNNING", **later, NodeList="g1", StartTime=hours_ago(1)),
+        job("54", "PENDING", SubmitTime="2026-11-20T18:00:00"),
+    ]
+    cluster.write("queue", "".join(rows))
+    assert json.loads(cluster.run("why --json").stdout)["summary"]["job"] == "51"
+    assert cluster.run("why").stdout == cluster.run("why 51").stdout
+
+
+def test_a_verb_without_its_action_lists_the_actions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["gpu"])
+    assert "show opportunistic jobs, and why they wait" in capsys.readouterr().out
 
 
 @pytest.mark.shows("JSON, table and CSV are made from the same rows; hostlist compression round-trips")

@@ -168,7 +168,7 @@ def test_a_link_is_no_directory_of_a_job() -> None:
 
 def test_the_summary_of_a_job_is_for_people(site: Site) -> None:
     shown = site.run("job", str(site.job)).stdout
-    assert "job-7 (resnet\\x1b[2J) has ended: 1 loader(s), 1200 steps" in shown
+    assert "job-7 (resnet\\x1b[2J) has ended: 1 loader, 1200 steps" in shown
     assert "Pictures train.py:38" in shown
     assert "ba9876543210" not in shown
     row = next(line for line in shown.splitlines() if line.startswith("Pictures"))

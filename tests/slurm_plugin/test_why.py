@@ -533,6 +533,8 @@ def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..
         assert f"job {het}+1" in both
         assert "room now  cpu[0-3]" in run(devcluster.env, "why", f"{het}+1").stdout
         assert "it does not wait" in run(devcluster.env, "why", first).stdout
+        newest = json.loads(run(devcluster.env, "why", "--json").stdout)["summary"]
+        assert newest["job"] in (again, later), "whichever of them waits, as the other may have room"
         assert "its --begin time has not come" in run(devcluster.env, "why", later).stdout
         wait_until(lambda: slurm.end_s(again), 60, "the job that is requeued")
         run_slurm(["scontrol", "requeue", again], env=devcluster.env)

@@ -35,7 +35,6 @@ from hetstream.slurm_plugin.simulate.scenario import (
 from hetstream.slurm_plugin.simulate.sharing import PackingOptions
 from hetstream.slurm_plugin.simulate.traces import (
     EXPORT,
-    READERS,
     Assumptions,
     ReadOptions,
     ReplayError,
@@ -69,11 +68,10 @@ _LEAST_NODE_MTBF_HOURS = 1.0
 _MOST_SEEDS = 10_000
 _MOST_OF_TRACE, _MOST_OF_CLUSTER, _MOST_OF_SETTINGS = 512 << 20, 64 << 20, 1 << 20  # characters
 _ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
-_FORMS = ("auto", *READERS)
 # Options that take any number from 0 on, and the most that each may be.
 _AMOUNTS = {
-    **dict.fromkeys(("bf_interval", "network_share"), MOST),
-    **dict.fromkeys(("repair", "checkpoint"), MOST / _HOUR_S),
+    "bf_interval": MOST,
+    "checkpoint": MOST / _HOUR_S,
 }
 # How many times the fragmentation of nodes is looked at between the first submission and the last.
 _SAMPLES = 200
@@ -86,7 +84,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Replay jobs on a cluster under each policy and each discipline of the queue, and compare."
     parser.epilog = EPILOG
     parser.add_argument("trace", metavar="FILE", help="jobs: a trace, a table, or an export of sacct -P")
-    parser.add_argument("--form", choices=_FORMS, default="auto", help="what FILE is (default: by its columns)")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--cluster", metavar="FILE|TEXT", help="JSON, or '8*gpus=8,cpus=64'")
     where.add_argument("--from-slurm", action="store_true", help="the usable nodes of this site")
@@ -114,8 +111,8 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--placement",
         choices=list(CHOICES),
         help=f"of whole jobs ({choices}); data workers then have nodes, too: their trainer's first, then those with "
-        "least other traffic, within --network-share of each link (default: jobs go where least is left, and of data "
-        "workers only CPUs are counted)",
+        "least other traffic, within the node's link (default: jobs go where least is left, and of data workers only "
+        "CPUs are counted)",
     )
     parser.add_argument(
         "--packing",
@@ -147,7 +144,6 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
 def _add_workers(group: argparse._ArgumentGroup) -> None:
     usual = WorkerOptions()
     group.add_argument("--data-worker-cpus", type=int, default=usual.cpus, metavar="N", help="of one (%(default)d)")
-    group.add_argument("--network-share", type=float, default=1.0, help="of each node's link for batches (1)")
 
 
 def _add_rest(group: argparse._ArgumentGroup) -> None:
@@ -159,9 +155,6 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--node-mtbf", type=float, metavar="HOURS", help="mean time between failures of a node (no failures)"
-    )
-    group.add_argument(
-        "--repair", type=float, default=usual.repair_s / _HOUR_S, metavar="HOURS", help="of a node (%(default)g)"
     )
     group.add_argument(
         "--checkpoint",
@@ -295,10 +288,10 @@ def _traces(args: argparse.Namespace) -> list[Trace]:
     options = ReadOptions(args.seed, args.skip_bad, Assumptions(gpu_share=args.gpu_busy))
     if not 0 < args.gpu_busy <= 1:
         raise UsageError(f"--gpu-busy={args.gpu_busy}: must be above 0 and at most 1")
-    first = read_trace(args.trace, text, args.form, options)
+    first = read_trace(args.trace, text, options=options)
     if args.seeds > 1 and first.form == "philly":
         steps = [replace(options, seed=args.seed + place) for place in range(1, args.seeds)]
-        return [first, *(read_trace(args.trace, text, first.form, step) for step in steps)]
+        return [first, *(read_trace(args.trace, text, options=step) for step in steps)]
     return [first] * args.seeds
 
 
@@ -350,8 +343,8 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
         request=Request.TUNED,
         discipline=Discipline.FIFO,
         queue=QueueOptions(interval_s=args.bf_interval),
-        workers=WorkerOptions(args.data_worker_cpus, network_share=args.network_share),
-        failures=FailureOptions(mtbf_s, args.repair * _HOUR_S, args.checkpoint * _HOUR_S),
+        workers=WorkerOptions(args.data_worker_cpus),
+        failures=FailureOptions(mtbf_s, checkpoint_s=args.checkpoint * _HOUR_S),
         seed=args.seed,
         sample_s=max(60.0, last_s / _SAMPLES),
         placement=args.placement,

@@ -169,7 +169,7 @@ def test_a_cluster_of_many_groups_may_be_text_and_json_may_stand_on_the_command_
         (["--gpu-busy", "2"], "must be above 0 and at most 1"),
         (["--prices", "cpu_hour=-1"], "cpu_hour is '-1': must be a number from 0"),
         (["--data-worker-cpus", "0"], "must be at least 1"),
-        (["--repair", "1e9"], "--repair=1e+09: must be from 0 to 2.77778e+06"),
+        (["--checkpoint", "1e9"], "--checkpoint=1e+09: must be from 0 to 2.77778e+06"),
         (["--checkpoint", "0"], "--checkpoint=0: must be above 0"),
         (["--window", "1e308"], "--window=1e+308: must be at most 2,777,778 hours"),
     ],
@@ -215,9 +215,7 @@ def test_a_placement_is_in_the_answer(jobs: str, capsys: pytest.CaptureFixture[s
 def test_failures_and_seeds(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [jobs, "--cluster", CLUSTER, "--policies", "fair", "--disciplines", "easy"]
     calm = document(capsys, *words)["runs"][0]
-    hurt = document(capsys, *words, "--node-mtbf", "2", "--repair", "0.1", "--checkpoint", "0.2", "--seeds", "3")[
-        "runs"
-    ][0]
+    hurt = document(capsys, *words, "--node-mtbf", "2", "--checkpoint", "0.2", "--seeds", "3")["runs"][0]
     assert hurt["num_restarts"] > 0
     assert hurt["mean_jct_s"] > calm["mean_jct_s"]
     assert hurt["mean_jct_s_low"] < hurt["mean_jct_s_high"]

@@ -237,12 +237,20 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     ]
     if job.start_s and job.start_s > now_s:
         where = f" on {compress(job.planned_nodes)}" if job.planned_nodes else ""
-        lines.append(f"planned   by Slurm to start in {duration(job.start_s - now_s)}{where}")
+        lines.append(f"planned   by Slurm to start in {_planned(job.start_s - now_s)}{where}")
     helps = "yes: " if explanation.conversion.helps else "no: "
     lines.append(f"data workers would let it start now  {helps}{explanation.conversion.text}")
     if explanation.conversion.directive:
         lines += ["          add to the script:", f"          {explanation.conversion.directive}"]
     return lines
+
+
+def _planned(left_s: float) -> str:
+    """How long it is until the planned start. Of a running job without a time limit Slurm takes it that it runs for a
+    year.
+    """
+    guess = " (Slurm's guess of a year for a job without a time limit)" if left_s > 300 * 86_400 else ""
+    return f"{duration(left_s)}{guess}"
 
 
 def _room_now(explanation: Explanation) -> str:
@@ -266,7 +274,7 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
     number = leader.het.het_job_id if leader.het else leader.job_id
     waiting = f", for {duration(now_s - leader.submit_s)}" if leader.submit_s else ""
     planned = max((part.job.start_s for part in parts if part.job.start_s), default=0.0)
-    start = f", planned by Slurm to start in {duration(planned - now_s)}" if planned > now_s else ""
+    start = f", planned by Slurm to start in {_planned(planned - now_s)}" if planned > now_s else ""
     reasons = ", ".join(dict.fromkeys(part.job.reason or "no reason yet" for part in parts))
     lines = [f"job {number} ({leader.name}) of {leader.user}: PENDING ({reasons}){waiting}{start}"]
     if named:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import clusters
@@ -51,6 +52,9 @@ def test_why_without_a_job_id_takes_the_newest_pending_job_of_the_caller(tmp_pat
     ]
     cluster.write("queue", "".join(rows))
     assert json.loads(cluster.run("why --json").stdout)["summary"]["job"] == "51"
+    year = (datetime.now() + timedelta(days=364)).strftime("%Y-%m-%dT%H:00:00")
+    cluster.write("queue", job("51", "PENDING", **later, StartTime=year))
+    assert "(Slurm's guess of a year for a job without a time limit)" in cluster.run("why").stdout
     assert cluster.run("why").stdout == cluster.run("why 51").stdout
 
 

@@ -82,8 +82,8 @@ def duration_words(seconds: float) -> str:
 
 def count_words(number: int, noun: str) -> str:
     """`1 job`, `2,000 jobs`, `3 processes`."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{ending}"
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def percent(share: float) -> str:

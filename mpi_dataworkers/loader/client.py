@@ -34,6 +34,7 @@ import msgspec
 
 import hetstream.mpi_dataworkers.errors
 from hetstream.base.errors import HetstreamError
+from hetstream.base.text import count_words
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
 from hetstream.mpi_dataworkers.loader import step_times
 from hetstream.mpi_dataworkers.loader.batches import Rebuilder, TorchBatches
@@ -161,8 +162,8 @@ class Availability:
     def say_streaming(self) -> None:
         """Log, once for each change, that data workers deliver again."""
         if self.is_local:
-            how = "make the batches now" if self._was_at_start else "deliver again"
-            _log.warning("hetstream: %d data worker process(es) %s", self.num_workers, how)
+            how = "are now made by" if self._was_at_start else "come again from"
+            _log.warning("hetstream: the batches %s %s", how, count_words(self.num_workers, "data worker process"))
             self.is_local = False
 
 

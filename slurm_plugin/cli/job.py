@@ -567,7 +567,9 @@ def _of_record(summary: Mapping[str, Any], directory: Path) -> list[Report]:
     name = summary.get("job_name")
     head = f"{directory.name}{f' ({name})' if name else ''} has ended: {summary_line(summary)}"
     loaders = sorted(summary.get("loaders", []), key=lambda loader: (loader["pid"], loader["ordinal"]))
-    tables = [Section("loaders", _LOADER_COLUMNS, [*map(_loader_row, loaders)])] if loaders else []
+    has_cache = any(loader.get("cache_hits") or loader.get("cache_misses") for loader in loaders)
+    columns = [column for column in _LOADER_COLUMNS if has_cache or column.key != "cached"]
+    tables = [Section("loaders", columns, [*map(_loader_row, loaders)])] if loaders else []
     lines: list[str] = []
     elastic = summary.get("elastic") or {}
     for name, whose in (("elastic", "data workers"), ("elastic_gpu", "data workers with a GPU")):

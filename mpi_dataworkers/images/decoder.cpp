@@ -131,7 +131,7 @@ constexpr int LANES = ROWS * PIXEL_BYTES;
 // Columns of four decoded rows to those of the result. A pixel is written with its fourth byte: where they lie `step`
 // bytes apart, the next pixel writes that again.
 template <int TAPS>
-void across(const Axis &axis, const unsigned char *source, unsigned char *const *made, int64_t count, int64_t step, bool flip) {
+void across_by(const Axis &axis, const unsigned char *source, unsigned char *const *made, int64_t count, int64_t step, bool flip) {
     const int taps = TAPS ? TAPS : axis.num_taps;
     for (int64_t at = 0; at < count; at++) {
         int64_t from = flip ? count - 1 - at : at;
@@ -149,14 +149,10 @@ void across(const Axis &axis, const unsigned char *source, unsigned char *const 
     }
 }
 
-void across_any(const Axis &axis, const unsigned char *source, unsigned char *const *made, int64_t count, int64_t step, bool flip) {
-    switch (axis.num_taps) {
-        case 2: return across<2>(axis, source, made, count, step, flip);
-        case 3: return across<3>(axis, source, made, count, step, flip);
-        case 4: return across<4>(axis, source, made, count, step, flip);
-        case 5: return across<5>(axis, source, made, count, step, flip);
-        default: return across<0>(axis, source, made, count, step, flip);
-    }
+void across(const Axis &axis, const unsigned char *source, unsigned char *const *made, int64_t count, int64_t step, bool flip) {
+    const int at = axis.num_taps > 5 ? 0 : axis.num_taps;  // the compiler unrolls what most photographs need
+    decltype(&across_by<0>) const by[] = {across_by<0>, across_by<1>, across_by<2>, across_by<3>, across_by<4>, across_by<5>};
+    by[at](axis, source, made, count, step, flip);
 }
 
 // Four rows of pixels into one of four pixels each.
@@ -221,12 +217,8 @@ void put(const Wanted &wanted, const unsigned char *row, int64_t at, bool is_pla
         }
         const float factor = wanted.normalise[0], mean = wanted.normalise[1 + channel], deviation = wanted.normalise[4 + channel];
         float *made = (float *)wanted.result + place;
-        if (step == 1)
-            for (int64_t column = 0; column < count; column++)
-                made[column] = ((float)(int32_t)(pixels[column] >> shift & 255) * factor - mean) / deviation;
-        else
-            for (int64_t column = 0; column < count; column++)
-                made[column * step] = ((float)(int32_t)(pixels[column] >> shift & 255) * factor - mean) / deviation;
+        for (int64_t column = 0; column < count; column++)
+            made[column * step] = ((float)(int32_t)(pixels[column] >> shift & 255) * factor - mean) / deviation;
     }
 }
 
@@ -254,11 +246,11 @@ bool run(Image &image, const Wanted &wanted, int64_t width) {
     while (read < num_rows) {
         const int64_t count = num_rows - read < ROWS ? num_rows - read : ROWS;
         for (int64_t row = 0; row < ROWS; row++) slots[row] = ring + (read + row) % kept * kept_bytes;
-        for (int64_t row = 0; row < count; row++)
-            if (jpeg.read(&image.jpeg, (rows_first ? slots : decoded) + row, 1) != 1) return false;
+        for (int64_t row = 0, got; row < count; row += got)
+            if (!(got = jpeg.read(&image.jpeg, (rows_first ? slots : decoded) + row, (uint32_t)(count - row)))) return false;
         if (!rows_first) {
             interleave(decoded, interleaved, width);
-            across_any(columns, interleaved, slots, wanted.num_columns, step, wanted.flip);
+            across(columns, interleaved, slots, wanted.num_columns, step, wanted.flip);
         }
         read += count;
         for (; done < wanted.num_rows; done++) {
@@ -275,7 +267,7 @@ bool run(Image &image, const Wanted &wanted, int64_t width) {
                 if (!is_there) put(wanted, line, done, is_plain);
             } else if (++waiting == ROWS || done + 1 == wanted.num_rows) {
                 interleave(decoded, interleaved, width);
-                across_any(columns, interleaved, made, wanted.num_columns, step, wanted.flip);
+                across(columns, interleaved, made, wanted.num_columns, step, wanted.flip);
                 for (int64_t row = 0; row < waiting; row++) put(wanted, made[row], done + 1 - waiting + row, is_plain);
                 waiting = 0;
             }

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import collate_int_fn, collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from hetstream.mpi_dataworkers.errors import SourceError
 from hetstream.mpi_dataworkers.generators import current_cache, makes_sample
@@ -28,17 +29,11 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 MAX_PIXELS = 2 * (1024 * 1024 * 1024 // 4 // 3)
 
 
-class _Batch(NamedTuple):
-    """The memory of a step's images, and their labels."""
+class _Place(NamedTuple):
+    """Where a sample is to be made, in the memory of its batch, and which one."""
 
     images: torch.Tensor
     labels: torch.Tensor
-
-
-class _Place(NamedTuple):
-    """Where a sample is to be made, and which one."""
-
-    batch: _Batch
     row: int
     number: int
 
@@ -54,16 +49,13 @@ class Sample(tuple[torch.Tensor, int]):
 
 def _collate(samples: Sequence[Sample], *, collate_fn_map: Any = None) -> list[torch.Tensor]:
     """What torch's `default_collate` makes of such samples; where they are a batch's, in its order, that batch."""
-    batch = samples[0].place.batch
-    if len(samples) == len(batch.labels) and all(
-        sample.place.batch is batch and sample.place.row == row for row, sample in enumerate(samples)
+    batch, labels, *_ = samples[0].place
+    if [sample.place.row for sample in samples] == [*range(len(labels))] and all(
+        sample.place.images is batch for sample in samples
     ):
-        return [*batch]
-    images, labels = zip(*samples, strict=True)
-    return [
-        collate_tensor_fn(images, collate_fn_map=collate_fn_map),
-        collate_int_fn(labels, collate_fn_map=collate_fn_map),
-    ]
+        return [batch, labels]
+    images = [sample[0] for sample in samples]
+    return [collate_tensor_fn(images, collate_fn_map=collate_fn_map), torch.tensor([sample[1] for sample in samples])]
 
 
 # As torch's documentation of `default_collate` says for types of one's own.
@@ -183,13 +175,13 @@ class ImageFolder:
         for index in indices:
             if not -len(self) <= index < len(self):
                 raise IndexError(f"index {index} is outside 0..{len(self) - 1}: {self.root} holds {len(self)} images")
-        batch = _Batch(self._memory(len(indices)), torch.tensor([self.targets[index] for index in indices]))
-        return [_Place(batch, row, index) for row, index in enumerate(indices)]
+        batch = self._memory(len(indices)), torch.tensor([self.targets[index] for index in indices])
+        return [_Place(*batch, row, index) for row, index in enumerate(indices)]
 
     def transform(self, place: Any) -> tuple[torch.Tensor, int]:
         """Read and make one sample; a loader seeds the generators before each."""
         path = f"{self.root}/{self._files[place.number]}"
-        image = place.batch.images[place.row]
+        image = place.images[place.row]
         cache = None if self.recipe.draws else current_cache()
         if cache is None:
             self._make(path, image)
@@ -219,7 +211,8 @@ class ImageFolder:
         output = self._rules.output
         shape = (count, *output.shape)
         if get_worker_info() is None or makes_sample():
-            return torch.empty(shape, dtype=output.dtype)
+            # NumPy asks the kernel for large pages: with torch's memory a batch of floats costs three times as much.
+            return torch.from_numpy(np.empty(shape, np.uint8 if output.dtype == torch.uint8 else np.float32))
         storage: Any = torch.UntypedStorage
         size = torch.Size(shape).numel() * output.dtype.itemsize
         return torch.empty(0, dtype=output.dtype).set_(storage._new_shared(size)).view(shape)

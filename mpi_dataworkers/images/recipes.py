@@ -21,6 +21,16 @@ NHWC: Literal["NHWC"] = "NHWC"
 NCHW: Literal["NCHW"] = "NCHW"
 
 
+def _refuse(what: str, *problems: tuple[bool, str]) -> None:
+    """Name all problems that are there at once.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if found := "; ".join(text for is_there, text in problems if is_there):
+        raise ConfigError(f"{what}: {found}")
+
+
 class Window(NamedTuple):
     """A crop, what it is resized to, and which part of that is the result: `size` pixels square.
 
@@ -65,17 +75,13 @@ class TrainingRecipe:
     flip: float = 0.5
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.size < 1:
-            problems.append(f"size={self.size}: at least 1")
-        if not 0 < self.scale[0] <= self.scale[1]:
-            problems.append(f"scale={self.scale}: 0 < smallest <= largest")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            problems.append(f"ratio={self.ratio}: 0 < smallest <= largest")
-        if not 0 <= self.flip <= 1:
-            problems.append(f"flip={self.flip}: a probability, 0 to 1")
-        if problems:
-            raise ConfigError("TrainingRecipe: " + "; ".join(problems))
+        _refuse(
+            "TrainingRecipe",
+            (self.size < 1, f"size={self.size}: at least 1"),
+            (not 0 < self.scale[0] <= self.scale[1], f"scale={self.scale}: 0 < smallest <= largest"),
+            (not 0 < self.ratio[0] <= self.ratio[1], f"ratio={self.ratio}: 0 < smallest <= largest"),
+            (not 0 <= self.flip <= 1, f"flip={self.flip}: a probability, 0 to 1"),
+        )
 
     draws = True
 
@@ -125,8 +131,8 @@ class EvaluationRecipe:
     resize: int = 256
 
     def __post_init__(self) -> None:
-        if not 1 <= self.size <= self.resize:
-            raise ConfigError(f"EvaluationRecipe: size={self.size}, resize={self.resize}: 1 <= size <= resize")
+        problem = f"size={self.size}, resize={self.resize}: 1 <= size <= resize"
+        _refuse("EvaluationRecipe", (not 1 <= self.size <= self.resize, problem))
 
     draws = False
 
@@ -159,17 +165,15 @@ class Output:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.dtype not in (torch.uint8, torch.float32):
-            problems.append(f"dtype={self.dtype}: torch.uint8 or torch.float32")
-        if self.layout not in (NHWC, NCHW):
-            problems.append(f"layout={self.layout!r}: {NHWC} or {NCHW}")
-        if len(self.mean) != 3 or len(self.std) != 3 or not all(self.std):
-            problems.append(f"mean={self.mean}, std={self.std}: three numbers each, none of std 0")
-        elif self.dtype == torch.uint8 and (any(self.mean) or self.std != (1, 1, 1)):
-            problems.append("mean and std are of dtype=torch.float32")
-        if problems:
-            raise ConfigError("ImageFolder: " + "; ".join(problems))
+        is_plain = not any(self.mean) and self.std == (1, 1, 1)
+        given = f"mean={self.mean}, std={self.std}"
+        _refuse(
+            "ImageFolder",
+            (self.dtype not in (torch.uint8, torch.float32), f"dtype={self.dtype}: torch.uint8 or torch.float32"),
+            (self.layout not in (NHWC, NCHW), f"layout={self.layout!r}: {NHWC} or {NCHW}"),
+            (not len(self.mean) == len(self.std) == 3 or 0 in self.std, f"{given}: three numbers each, none of std 0"),
+            (self.dtype == torch.uint8 and not is_plain, "mean and std are of dtype=torch.float32"),
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:

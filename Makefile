@@ -29,6 +29,10 @@ NNUNET := nnunetv2==2.8.1 batchgenerators==0.25.5 batchgeneratorsv2==0.3.6 dynam
 STREAMS := webdataset==1.0.2 litdata==0.2.76 mosaicml-streaming==0.13.0 braceexpand boto3 botocore s3transfer jmespath obstore brotli python-snappy cramjam zstd catalogue
 # Those whose loaders are more than torch's; torchio and Megatron's datasets.
 OTHERS := torchio==1.2.1 megatron-core==0.16.1 jaxtyping wadler-lindig humanize nibabel deprecated wrapt
+# Peers of bench-images. With torch as it is built for CUDA, since torchvision's decoder is for no other; 7 GB on the disk.
+IMAGES_VENV := .venv-images
+IMAGES := "torch===2.13.0" torchvision==0.28.0 spdl-core==0.8.0 spdl-io==0.8.0 nvidia-dali-cuda120==2.4.0 litdata==0.2.76 tensorsocket==0.0.5 simplejpeg==1.9.0
+FFCV := numba opencv-python-headless fastargs assertpy terminaltables tqdm psutil pandas
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
 .PHONY: docs demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean gpu gpu-wheels bench-data bench-ckpt bench-slurm bench-cluster
@@ -170,6 +174,19 @@ bench-%: venv
 # In the environment of peers' tests, which has nnU-Net and libraries of streams.
 bench-nnunet bench-streams: bench-%: $(PEERS_VENV)/.ready
 	$(PEERS_VENV)/bin/python -m benchmarks.$* $(ARGS)
+
+# SPDL takes FFmpeg from the system, and FFCV is built with the system's OpenCV: what cannot be had is a row without a value.
+$(IMAGES_VENV)/.ready: pyproject.toml
+	@test -x $(IMAGES_VENV)/bin/python || $(PYTHON) -m venv $(IMAGES_VENV)
+	$(IMAGES_VENV)/bin/pip install -q --disable-pip-version-check --no-compile $(IMAGES) -e '.[images]'
+	-@[ "$$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends libavcodec59 libavformat59 \
+	  libavfilter8 libavdevice59 g++ pkg-config libopencv-dev libturbojpeg0-dev >/dev/null; }
+	-$(IMAGES_VENV)/bin/pip install -q --disable-pip-version-check --no-compile $(FFCV)
+	-$(IMAGES_VENV)/bin/pip install -q --disable-pip-version-check --no-deps ffcv==1.0.2
+	@touch $@
+
+bench-images: $(IMAGES_VENV)/.ready
+	$(IMAGES_VENV)/bin/python -m benchmarks.images $(ARGS)
 
 bench-data: $(addprefix bench-,$(DATA_BENCHMARKS))
 

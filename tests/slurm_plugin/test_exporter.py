@@ -323,7 +323,7 @@ def test_exporter_report_and_page_on_a_real_cluster(
     assert "nodes in use" in page.read_text()
     done = run("exporter", "--print", "--history", str(history))
     assert parsed(done.stdout)["hetstream_cluster_gpus"] == [({}, 8.0)]
-    assert run("report", "--history", str(history)).stdout.startswith("8 of 8 GPUs")
+    assert run("report", "--history", str(history)).stdout.startswith("none of 8 free GPUs is stranded")
     with History(history) as kept:
         assert len(kept.since(0.0)) == 3
 

@@ -39,7 +39,7 @@ def own_lock(path: Path, timeout_s: float) -> Iterator[None]:
         descriptor = os.open(path, _FLAGS, 0o600)
         try:
             _check(path, os.fstat(descriptor))
-            _wait_for(path, descriptor, timeout_s, deadline_s)
+            wait_for_lock(path, descriptor, max(0.0, deadline_s - time.monotonic()))
             if not _is_named(path, descriptor):
                 continue  # who held it before has removed it meanwhile, and another one may be there
             try:
@@ -105,7 +105,13 @@ def _check(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _wait_for(path: Path, descriptor: int, timeout_s: float, deadline_s: float) -> None:
+def wait_for_lock(path: Path, descriptor: int, timeout_s: float) -> None:
+    """Lock a file that only its owner can open; `path` is its name, for the message.
+
+    Raises:
+        TimeoutError: another process held it all the time.
+    """
+    deadline_s = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,6 +32,7 @@ import numpy as np
 
 from hetstream.base.files import Directory, is_temporary, own_directory, temporary_name
 from hetstream.base.limits import available_bytes
+from hetstream.base.locks import wait_for_lock
 from hetstream.base.posix import fcntl
 from hetstream.mpi_dataworkers.ops.cached_values import Part
 from hetstream.mpi_dataworkers.process.config import MEMORY, CachePlace
@@ -55,6 +56,7 @@ _TOUCH_S = 3600.0
 # Of a process that died while it wrote.
 _LEFT_S = 60.0
 _LEAST_MEMORY = 256 << 20
+_LOCK_S = 1.0
 
 
 class Entry(NamedTuple):
@@ -236,7 +238,8 @@ class CacheStore:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         with self._of_threads:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            # Its holder may have been stopped. Without the lock nothing is kept, and the next look counts anew.
+            wait_for_lock(self._directory.path / _ACCOUNT_NAME, self._lock, _LOCK_S)
             try:
                 yield
             finally:

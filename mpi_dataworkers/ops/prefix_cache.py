@@ -141,7 +141,10 @@ class PrefixCache:
             if why:
                 line = f"{name}{shortened(repr(tuple(args)), 200)} {why}: its values are not kept any more"
                 self._refuse(front, name, line)
-                self._store.end(group, line)
+                try:
+                    self._store.end(group, line)
+                except OSError as error:  # other processes find out by themselves
+                    self._say(f"that {name} differs cannot be written down: {error.strerror or error}")
                 return made
         self._count(1, 0, data.nbytes, cost_s - used_s)
         return value

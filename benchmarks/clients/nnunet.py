@@ -12,19 +12,17 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.clients.service import run_program
+
 BATCH_SIZE = 2  # as nnU-Net plans it for 3d_fullres
-_DEADLINE_S = 280
 _PATIENCE_STEPS = 1500  # of a run in which data workers never take over
 # A training does something else from time to time, and data workers, which began later, come to where it is.
 _VALIDATION_S = 4.0
@@ -150,25 +148,15 @@ def train(asked: dict[str, Any]) -> None:
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     """Run the program of a case on its cores, and its data workers on theirs."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HETSTREAM_")}
-    environment["OMP_NUM_THREADS"] = "1"
-    # nnU-Net's networks ask for it; it lies apart in the environment of peers' tests.
-    environment["PYTHONPATH"] = os.pathsep.join([f"{sys.prefix}/torchvision", environment.get("PYTHONPATH", "")])
     program = [sys.executable, "-m", "benchmarks.clients.nnunet", "program", json.dumps(asked)]
-    pinned = ["taskset", "-c", ",".join(map(str, asked["cores"])), *program]
-    with tempfile.NamedTemporaryFile(suffix=".json") as summary:
-        if asked["data_workers"]:
-            cores = ",".join(map(str, asked["worker_cores"]))
-            hetstream = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "run", "--json", summary.name]
-            pinned = ["taskset", "-c", cores, *hetstream, "--data-workers", str(asked["data_workers"]), "--", *pinned]
-        done = subprocess.run(pinned, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
-        if done.returncode:
-            raise SystemExit((done.stderr or done.stdout).strip().splitlines()[-1])
-        found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-        if asked["data_workers"]:
-            loaders = json.loads(Path(summary.name).read_text())["loaders"]
-            if sum(each["steps"] - each["local_steps"] for each in loaders) < asked["steps"]:
-                raise SystemExit("data workers made fewer batches than were measured")
+    count = asked["data_workers"]
+    # nnU-Net's networks ask for torchvision; it lies apart in the environment of peers' tests.
+    path = os.pathsep.join([f"{sys.prefix}/torchvision", os.environ.get("PYTHONPATH", "")])
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    cores = asked["worker_cores"] if count else ()
+    found, loaders = run_program(program, asked["cores"], ("--data-workers", str(count)), cores, **variables)
+    if count and sum(each["steps"] - each["local_steps"] for each in loaders) < asked["steps"]:
+        raise SystemExit("data workers made fewer batches than were measured")
     return found
 
 

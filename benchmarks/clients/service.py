@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 # Generous: on a loaded machine importing torch in the worker alone takes seconds. Nothing measured depends on it.
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 20.0
+PROGRAM_DEADLINE_S = 280.0
 
 
 @contextlib.contextmanager
@@ -86,6 +88,38 @@ def wait_for_data_workers(loader: Any, processes: int) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"no {processes} data workers within {START_DEADLINE_S:g} s: {loader.stats()}")
         time.sleep(0.02)
+
+
+def run_program(
+    program: Sequence[str], cores: Sequence[int], hetstream: Sequence[str] = (), worker_cores: Sequence[int] = (),
+    **variables: str,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
+    """Run a program that prints one JSON object, alone or under `hetstream run`, each on cores of its own.
+
+    Args:
+        program: its command line.
+        cores: of the program and its own worker processes.
+        hetstream: options of `hetstream run`.
+        worker_cores: of data workers; without any the program runs alone.
+        variables: more of its environment.
+
+    Returns:
+        What it printed, and the loaders of the summary of `hetstream run`.
+
+    Raises:
+        SystemExit: it failed, with its last line.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HETSTREAM_")} | variables
+    argv = ["taskset", "-c", ",".join(map(str, cores)), *program]
+    with tempfile.NamedTemporaryFile(suffix=".json") as summary:
+        if worker_cores:
+            run = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "run", "--json", summary.name, *hetstream, "--"]
+            argv = ["taskset", "-c", ",".join(map(str, worker_cores)), *run, *argv]
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=PROGRAM_DEADLINE_S)
+        if done.returncode:
+            raise SystemExit((done.stderr or done.stdout).strip().splitlines()[-1])
+        found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        return found, json.loads(Path(summary.name).read_text())["loaders"] if worker_cores else []
 
 
 @contextlib.contextmanager

@@ -11,9 +11,7 @@ import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +21,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from benchmarks.clients.service import run_program
 from benchmarks.processes import children_of, state_of
 
 _NUM_WORKERS = 2
-_DEADLINE_S = 280
 _PATIENCE_S = 150.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -123,28 +121,16 @@ def _cpu_s(root: int) -> float:
     return own_s + sum(map(_cpu_s, children_of(root)))
 
 
-def run(system: str, asked: dict[str, Any]) -> dict[str, Any]:
+def run(asked: dict[str, Any]) -> dict[str, Any]:
     """Run the program of a case on its cores, and its data workers on theirs."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HETSTREAM_")}
-    asked |= {"is_streamed": "worker_cores" in asked, "root": os.getpid()}
+    worker_cores = asked.get("worker_cores", ())
+    asked |= {"is_streamed": bool(worker_cores), "root": os.getpid()}
     program = [sys.executable, "-m", "benchmarks.clients.streams", "program", json.dumps(asked)]
-    pinned = ["taskset", "-c", ",".join(map(str, asked["cores"])), *program]
-    with tempfile.NamedTemporaryFile(suffix=".json") as summary:
-        if asked["is_streamed"]:
-            cores = ",".join(map(str, asked["worker_cores"]))
-            hetstream = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "run", "--json", summary.name]
-            pinned = ["taskset", "-c", cores, *hetstream, "--", *pinned]
-        done = subprocess.run(pinned, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
-        if done.returncode:
-            raise SystemExit(f"{system}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-        found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-        if asked["is_streamed"]:
-            loaders = json.loads(Path(summary.name).read_text())["loaders"]
-            found["local_steps"] = sum(each["local_steps"] for each in loaders)
-            found["compared_steps"] = sum(each["compared_steps"] for each in loaders)
-            if sum(each["differing_steps"] for each in loaders):
-                raise SystemExit("data workers' batches were not torch's own")
-    return found
+    found, loaders = run_program(program, asked["cores"], (), worker_cores)
+    if sum(each["differing_steps"] for each in loaders):
+        raise SystemExit("data workers' batches were not torch's own")
+    counted = {key: sum(each[key] for each in loaders) for key in ("local_steps", "compared_steps")}
+    return found | counted if loaders else found
 
 
 def main() -> None:
@@ -155,7 +141,7 @@ def main() -> None:
     request = json.loads(sys.argv[2])
     for case, options in request["cases"].items():
         asked = {**request, **options, **options[sys.argv[1]]}
-        print(json.dumps({"case": case, **run(sys.argv[1], asked)}), flush=True)
+        print(json.dumps({"case": case, **run(asked)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in, torch_optio
 from hetstream.mpi_dataworkers.loader.user_errors import is_of_sample, summary_of, timed_out
 from hetstream.mpi_dataworkers.ops.batch_comparison import compare
 from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
-from hetstream.mpi_dataworkers.ops.torch_streams import beginning_with, pack_states, places_of_shared
+from hetstream.mpi_dataworkers.ops.torch_streams import beginning_with, num_buffers, pack_states, places_of_shared
 from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy
 from hetstream.mpi_dataworkers.process.config import rank_environment
 from hetstream.mpi_dataworkers.process.handlers import others
@@ -184,7 +184,10 @@ class StreamedStreamIter(_TorchIterator):  # type: ignore[misc]
         if reason:
             self._go_on_locally(reason)
         elif self._kept.connection is not None:
-            shards = _shards_of(loader, self._base_seed, self._held_states, self._history, self._from_before)
+            num_written = len(self._sent.pickled.written)
+            shards = _shards_of(
+                loader, self._base_seed, self._held_states, self._history, self._from_before, num_written
+            )
             self._source = StreamSource(self._connection, shards, self._sent)
             self._source.until = math.inf if self._plain is None else 0.0
             self._streamed = PassIterator(self._connection, self._source, owner=self._kept)
@@ -401,14 +404,22 @@ def _drop(plain: Any, num_batches: int) -> None:
 
 
 def _shards_of(
-    loader: Any, base_seed: int, held: bytes, history: list[tuple[int, bool]], from_before: dict[int, bytes]
+    loader: Any,
+    base_seed: int,
+    held: bytes,
+    history: list[tuple[int, bool]],
+    from_before: dict[int, bytes],
+    num_written: int,
 ) -> PassShards:
-    """One stream of steps for each of torch's workers, read in turn."""
+    """One stream of steps for each of torch's workers, read in turn; `num_written` buffers are in shared memory."""
     number, are_kept, distributed = loader.num_workers, loader.persistent_workers, torch.distributed
     is_known = distributed.is_available() and distributed.is_initialized()
     rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if is_known else (0, 0)
     shared = places_of_shared(loader.dataset) if are_kept else []
-    seeds = WorkerSeeds(base_seed, len(history), [], are_kept, rank, world_size, rank_environment(), shared, held)
+    shares_more = are_kept and num_written != num_buffers(loader.dataset, shared)
+    seeds = WorkerSeeds(
+        base_seed, len(history), [], are_kept, rank, world_size, rank_environment(), shared, shares_more, held
+    )
     plan = ShardingPlan(ShardingPolicy.HINT, "exactly_once", Cut.ITSELF, number, number)
     division = Division(plan, -1, loader.batch_size or 0, loader.drop_last, False, 0, False, 0, 1)
     shards = PassShards.divided(division, base_seed, len(history), 1, None, worker_seeds=seeds)

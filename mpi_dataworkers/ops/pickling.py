@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import copyreg
 import ctypes
+import dis
 import importlib
 import io
 import linecache
@@ -159,10 +160,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return synchronized, (value.get_obj(),)
         if isinstance(value, _NUMBERS) and isinstance(getattr(value, "_wrapper", None), BufferWrapper):
             # Without a lock; by itself it is copied into the stream.
-            kind: Any = type(value)
-            parts = (kind._type_, len(value)) if isinstance(value, ctypes.Array) else (kind, None)
             memory: Any = (ctypes.c_ubyte * ctypes.sizeof(value)).from_buffer(value)
-            return _rebuild_shared_number, (*parts, np.frombuffer(memory, np.uint8))
+            return rebuild_number, (*kind_of_number(value), np.frombuffer(memory, np.uint8))
         if is_of_started_manager(value):
             # By itself it is pickled without the key of its server, which refuses whoever has another one.
             raise pickle.PicklingError("a multiprocessing.Manager answers the processes of its program alone")
@@ -261,9 +260,16 @@ def _fill_cached(cached: Any, function: Callable[..., Any]) -> None:
     update_wrapper(cached, function)
 
 
-def _rebuild_shared_number(kind: Any, length: int | None, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+def kind_of_number(value: Any) -> tuple[Any, int | None]:
+    """What `rebuild_number` needs of a number or an array of ctypes beside its memory: kind, and length of an array."""
+    kind: Any = type(value)
+    return (kind._type_, len(value)) if isinstance(value, ctypes.Array) else (kind, None)
+
+
+def rebuild_number(kind: Any, length: int | None, memory: Buffer) -> Any:
+    """A number or an array of ctypes in this memory, or in memory of its own if that cannot be written to."""
     kind = kind if length is None else kind * length
-    return kind.from_buffer(memory) if memory.flags.writeable else kind.from_buffer_copy(memory)
+    return kind.from_buffer_copy(memory) if memoryview(memory).readonly else kind.from_buffer(memory)
 
 
 def _rebuild_cached_property(function: Callable[[Any], Any], name: str) -> cached_property[Any]:
@@ -462,7 +468,11 @@ def _asking(kind: type) -> Iterator[FunctionType]:
 
 
 def _names_id(code: CodeType) -> bool:
-    return "id" in code.co_names or any(_names_id(part) for part in code.co_consts if isinstance(part, CodeType))
+    """Whether code calls `id` by its name; an attribute of this name, as of torch's `get_worker_info()`, is none."""
+    found = dis.get_instructions(code) if "id" in code.co_names else ()
+    return any(each.opname == "LOAD_GLOBAL" and each.argval == "id" for each in found) or any(
+        _names_id(part) for part in code.co_consts if isinstance(part, CodeType)
+    )
 
 
 def _ids_of(objects: list[Any], memo: Callable[[], dict[int, tuple[int, Any]]]) -> bytes:

@@ -38,6 +38,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.batch_comparison import compare
+from hetstream.mpi_dataworkers.ops.pickling import kind_of_number, rebuild_number
 from hetstream.mpi_dataworkers.ops.pipeline import LARGEST_BASE_SEED, MadeStep, OwnGenerators, Pipeline, SampleError
 from hetstream.mpi_dataworkers.order.sharding import pack, unpack
 from hetstream.mpi_dataworkers.wire.messages import Failure, ShardOrder, WorkerSeeds
@@ -194,6 +195,8 @@ class TorchsWorker:
             pickled = _pickled(dataset)
             if pickled == self._as_sent:
                 pickled = b""
+            elif self._workers.shares_more:
+                raise PipelineError("what the program writes into its shared memory between passes cannot be followed")
             elif (found := compare(pickle.loads(pickled), dataset)).differences or found.not_compared:
                 raise PipelineError(f"a copy is another: {[*found.differences, *found.not_compared][0]}")
             return pack({"dataset": pickled, "states": self._states})
@@ -344,6 +347,12 @@ def places_of_shared(root: Any) -> list[list[str | int]]:
     return found
 
 
+def num_buffers(root: Any, places: list[list[str | int]]) -> int:
+    """In how many pieces of memory lie what is at these places."""
+    held = [held_at(root, path) for path in places]
+    return len({each.untyped_storage().data_ptr() if isinstance(each, torch.Tensor) else id(each) for each in held})
+
+
 def held_at(root: Any, path: list[str | int]) -> Any:
     """What lies at a place of `places_of_shared`."""
     for step in path:
@@ -375,13 +384,11 @@ class _Copier(cloudpickle.Pickler):  # type: ignore[misc]
         if not isinstance(value, SynchronizedBase):
             return super().reducer_override(value)
         held: Any = value.get_obj()
-        kind: Any = type(held)
-        parts = (kind._type_, len(held)) if isinstance(held, ctypes.Array) else (kind, None)
-        return _rebuild_value, (*parts, bytes(held))
+        return _rebuild_value, (*kind_of_number(held), bytes(held))
 
 
 def _rebuild_value(kind: Any, length: int | None, data: bytes) -> Any:
-    return synchronized((kind if length is None else kind * length).from_buffer_copy(data))
+    return synchronized(rebuild_number(kind, length, data))
 
 
 def _pickled(dataset: Any) -> bytes:

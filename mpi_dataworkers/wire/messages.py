@@ -204,7 +204,8 @@ class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank, world_size: of the trainer in `torch.distributed`; 0, 0 where it has initialised none. These three are for
             streams, which divide themselves by them.
         environment: the variables that say which of its job's processes the trainer is; None: it has no such variable.
-        shared: where the dataset holds tensors in memory that its program shares with kept worker processes.
+        shared: where the dataset holds tensors and values in memory that its program shares with kept worker processes.
+        shares_more: it shares memory that is of neither kind, as an array over a mapping.
         held: states of the generators that its objects and their modules hold, as `torch_streams.pack_states`.
     """
 
@@ -216,6 +217,7 @@ class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: int = 0
     environment: dict[str, str | None] = {}
     shared: list[list[str | int]] = []
+    shares_more: bool = False
     held: bytes = b""
 
 

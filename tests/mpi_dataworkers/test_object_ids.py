@@ -27,8 +27,13 @@ class Notes:
 
 
 class Silent:
+    """Its code has the word, but for an attribute: else no two processes would send the same pickle."""
+
     def __init__(self) -> None:
-        self.steps = [Step()]
+        self.steps, self.id = [Step()], 3
+
+    def part(self) -> int:
+        return self.id
 
 
 def test_a_copy_has_the_id_of_what_it_was_made_from() -> None:

@@ -105,6 +105,19 @@ def test_batches_are_torchs_own(name: str, three: Any, monkeypatch: pytest.Monke
     assert counted.local_steps < counted.steps  # data workers have made the others
 
 
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("dataset", [programs.SharesAMapping, programs.SharesANumber])
+def test_kept_workers_end_where_shared_memory_cannot_be_followed(
+    dataset: Any, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = loader_of(dataset, persistent_workers=True)
+    expected = passes(make)
+    with hooked(three.name, monkeypatch):
+        *found, _ = passes(make)
+    assert not compare(found, expected).differences
+    assert any("what its kept workers hold at the end of a pass cannot be sent" in each for each in caplog.messages)
+
+
 LOCAL: dict[str, tuple[Loader, str]] = {
     "another process": (loader_of(programs.SaysItsProcess), "batch 0 of data workers is not torch's own"),
     "what its module counts": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import random
@@ -161,6 +162,25 @@ class SharesAValue(SharesItsEpoch):
         self.epoch, self.passes = 10 * self.shared.value, self.passes + 1
         self.epoch += self.passes
         return Numbers.numbers(self)
+
+
+class SharesAMapping(SharesItsEpoch):
+    """The epoch is in an array over a mapping, which is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: Any = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)[:1].reshape(())
+
+    def set_epoch(self, epoch: int) -> None:
+        self.shared[...] = epoch
+
+
+class SharesANumber(SharesAValue):
+    """A value of `multiprocessing` without a lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = multiprocessing.Value("q", 0, lock=False)
 
 
 class SaysItsProcess(Numbers):

@@ -187,7 +187,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/gpu/orders.py": "make_orders make_work",
         "hetstream/base/files.py": "Directory.names Directory.open Directory.read",
         "mpi_dataworkers/ops/cache_store.py": (
-            "CacheStore._alone*2 CacheStore._hold*2 CacheStore.get CacheStore.put _is_free"
+            "CacheStore._alone CacheStore._hold*2 CacheStore.get CacheStore.put _is_free"
         ),
         "mpi_dataworkers/worker/fork_server.py": "Exchange.keep _locked _opened",
         "slurm_plugin/coordinator/table.py": "look",
@@ -269,7 +269,7 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/install/installation.py": "_digest _write*3 install read_record uninstall*6",
     },
     "lock": {
-        "hetstream/base/locks.py": "_wait_for own_lock*3",
+        "hetstream/base/locks.py": "own_lock*3 wait_for_lock",
     },
     "regular": {
         "hetstream/base/files.py": "read_regular*2",

@@ -25,6 +25,7 @@ from statistics import median
 from typing import Literal
 
 from hetstream.base.errors import OptionsError
+from hetstream.base.text import count_words
 
 DEFAULT_MAX_OVERHEAD = 0.03
 # The belief before anything is known, worth one failure: preemption, time limits, wrong programs and hardware together.
@@ -176,7 +177,10 @@ def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mt
         "overhead": f"{blocked} may cost at most {rule.max_overhead:.3g} of the time",
         "persist": f"a generation takes {rounded_duration(persist_s)} to disk",
     }[bound_by]
-    reason = f"every {num_steps} step(s) of {rounded_duration(step_s)}, {rounded_duration(interval_s)}: {because}"
+    reason = (
+        f"every {count_words(num_steps, 'step')} of {rounded_duration(step_s)}, {rounded_duration(interval_s)}: "
+        f"{because}"
+    )
     return IntervalDecision(num_steps, interval_s, bound_by, reason)
 
 
@@ -264,10 +268,13 @@ class Schedule:
 
 def _fixed(rule: Every, step_s: float) -> IntervalDecision:
     if rule.num_steps:
-        return IntervalDecision(rule.num_steps, None, "fixed", f"every {rule.num_steps} step(s), as asked")
+        return IntervalDecision(rule.num_steps, None, "fixed", f"every {count_words(rule.num_steps, 'step')}, as asked")
     assert rule.seconds
     num_steps = max(1, math.ceil(rule.seconds / step_s)) if step_s > 0 else 1
-    reason = f"every {rounded_duration(rule.seconds)}, as asked: {num_steps} step(s) of {rounded_duration(step_s)}"
+    reason = (
+        f"every {rounded_duration(rule.seconds)}, as asked: {count_words(num_steps, 'step')} of "
+        f"{rounded_duration(step_s)}"
+    )
     return IntervalDecision(num_steps, rule.seconds, "fixed", reason)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetstream.base.errors import HetstreamError
-from hetstream.base.text import shortened
+from hetstream.base.text import count_words, shortened
 
 __all__ = [
     "DaemonStateError",
@@ -121,7 +121,7 @@ class SimulationInputError(HetstreamError):
         left = len(self.problems) - self.MOST_SHOWN
         more = f"\n  and {left:,} more" if left > 0 else ""
         next_step = f"\n  {hint}" if hint else ""
-        super().__init__(f"{source}: {len(self.problems):,} problem(s):{shown}{more}{next_step}")
+        super().__init__(f"{source}: {count_words(len(self.problems), 'problem')}:{shown}{more}{next_step}")
 
 
 class SimulationFault(HetstreamError):

@@ -33,6 +33,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
+from hetstream.base.text import count_words
 from hetstream.hetjob.elastic.step_terms import EMBEDDING, GRADIENT, UPDATE, UsualLength
 from hetstream.hetjob.job.job import for_user, setting
 from hetstream.hetjob.ports import NodeSize
@@ -511,9 +512,9 @@ def _reason(new: Features, alike: Sequence[PastJob]) -> str:
     last = alike[-1]
     names = sorted({job.features.name for job in alike})
     reason = (
-        f"{len(alike)} past job(s) like it ({', '.join(names)}); the most similar, job {last.job}, had "
-        f"{last.data_workers} data worker(s) of {last.data_worker_cpus} CPUs for {last.features.gpus} GPU(s) at work, "
-        f"and waited {last.wait_share:.0%} of the time"
+        f"{count_words(len(alike), 'past job')} like it ({', '.join(names)}); the most similar, job {last.job}, had "
+        f"{count_words(last.data_workers, 'data worker')} of {count_words(last.data_worker_cpus, 'CPU')} for "
+        f"{count_words(last.features.gpus, 'GPU')} at work, and waited {last.wait_share:.0%} of the time"
     )
     if num_starved := sum(not job.had_enough for job in alike):
         which = "which" if len(alike) == 1 else f"{num_starved} of the {len(alike)} waited so much that what they had"

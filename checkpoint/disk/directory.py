@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.base.files import Directory, UntrustedFile
-from hetstream.base.text import printable, shortened
+from hetstream.base.text import count_words, list_words, printable, shortened
 from hetstream.checkpoint.disk import commit, ownership
 from hetstream.checkpoint.disk.commit import target_of_latest
 from hetstream.checkpoint.disk.ownership import (
@@ -418,7 +418,7 @@ class CheckpointDirectory:
                 raise DamagedCheckpoint(f"{place.path} cannot be read: {error}") from error
             lacking = [rank for rank in ranks or () if rank not in manifests]
             if lacking:
-                raise MissingRanks(f"{place.path} has no part of rank(s) {', '.join(map(str, lacking[:10]))}")
+                raise MissingRanks(f"{place.path} has no part of {list_words('rank', lacking)}")
             yield HeldCheckpoint(generation, place, manifests, read_only=self.read_only)
 
     def read(self, generation: Generation, rank: int, *, num_threads: int = 1) -> RankFile:
@@ -433,7 +433,7 @@ class CheckpointDirectory:
         with self.hold(generation) as held:
             if rank not in held.manifests:
                 raise MissingRanks(
-                    f"{held.place.path} was saved by {len(held.manifests)} rank(s), there is no rank {rank}"
+                    f"{held.place.path} was saved by {count_words(len(held.manifests), 'rank')}, not by a rank {rank}"
                 )
             return held.read(rank, num_threads=num_threads)
 
@@ -543,9 +543,8 @@ class CheckpointDirectory:
         if missing:
             if not self.path.joinpath(generation.directory_name).is_dir():
                 raise FileNotFoundError(place.path)
-            first = [str(rank) for rank in itertools.islice((r for r in range(world_size) if r not in parts), 10)]
-            named = ", ".join(first) + (" and more" if missing > len(first) else "")
-            raise MissingRanks(f"{place.path} lacks the parts of rank(s) {named} of {world_size}")
+            first = list(itertools.islice((rank for rank in range(world_size) if rank not in parts), 11))
+            raise MissingRanks(f"{place.path} lacks the parts of {list_words('rank', first)} of {world_size}")
         return tuple(parts[rank] for rank in range(world_size))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetstream.base.text import count_words
 from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.candidates import RestoreCandidates
 from hetstream.checkpoint.flash.sources import StoredPart, owned
@@ -215,9 +216,9 @@ def _restore_generators(states: Any, choice: Choice, rank: int) -> None:
         return
     if rank >= choice.world_size:
         _log.warning(
-            "rank %d has no saved generators, as %d rank(s) saved: its random numbers go on as they are",
+            "rank %d has no saved generators, as %s saved: its random numbers go on as they are",
             rank,
-            choice.world_size,
+            count_words(choice.world_size, "rank"),
         )
         return
     for note in rng.restore(owned(states)):

@@ -27,6 +27,7 @@ from typing import Protocol
 import msgspec
 
 from hetstream.base.errors import OptionsError
+from hetstream.base.text import list_words
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import Claim, JobIdentity, living_request, read_request
 from hetstream.checkpoint.errors import DirectoryInUse, DirectoryReplaced, reach
@@ -502,7 +503,9 @@ class DirectoryOwnership:
             return
         if others is None or not all(hosts):
             without = [rank for rank, host in enumerate(hosts) if not host]
-            raise OptionsError(f"replica=True on some ranks, and not on rank(s) {without}: on every rank or on none")
+            raise OptionsError(
+                f"replica=True on some ranks, and not on {list_words('rank', without)}: on every rank or on none"
+            )
         together(self._ranks, lambda: others.arrange(store, hosts, self.attempt))
 
     def end(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetstream.base.text import count_words
 from hetstream.checkpoint.errors import StateMismatch
 
 _NUM_WORDS = 625  # of Python's Mersenne twister: 624 and the position
@@ -78,4 +79,4 @@ def _restore_cuda(states: list[torch.Tensor]) -> list[str]:
         torch.cuda.set_rng_state(state, device)
     if len(states) == num_devices or not states:
         return []
-    return [f"the record has generators of {len(states)} CUDA device(s), this process sees {num_devices}"]
+    return [f"the record has generators of {count_words(len(states), 'CUDA device')}, this process sees {num_devices}"]

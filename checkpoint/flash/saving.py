@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hetstream.base.errors import OptionsError
-from hetstream.base.text import is_unicode
+from hetstream.base.text import count_words, is_unicode
 from hetstream.checkpoint.disk.safetensors import check_structure
 from hetstream.checkpoint.errors import CheckpointError, SharedMemoryFull, UnsupportedState, reach
 from hetstream.checkpoint.flash import rng
@@ -729,6 +729,7 @@ class Saving:
         ]
         if names:
             raise CheckpointError(
-                f"{len(names)} tensor(s) changed while save_async copied them: {', '.join(names[:5])}. The save was "
-                "given up. Call fence() before anything changes the state: guard(optimizer) does so for each step"
+                f"{count_words(len(names), 'tensor')} changed while save_async copied them: {', '.join(names[:5])}. "
+                "The save was given up. Call fence() before anything changes the state: guard(optimizer) does so for "
+                "each step"
             )

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
+from hetstream.base.text import count_words
 from hetstream.checkpoint.errors import StateMismatch
 from hetstream.checkpoint.flash.sources import (
     Copies,
@@ -378,7 +379,7 @@ def _mismatch_text(differences: Sequence[str]) -> str:
     shown = differences[:_MAX_DIFFERENCES_SHOWN]
     more = [f"and {len(differences) - len(shown)} more"] if len(differences) > len(shown) else []
     return (
-        f"the checkpoint does not fit this program's state, {len(differences)} difference(s): "
+        f"the checkpoint does not fit this program's state, {count_words(len(differences), 'difference')}: "
         + "; ".join([*shown, *more])
         + ". Nothing was restored. Call restore() with strict=False to take what fits, or load() it and convert it"
         + advice(_with_suffix(_MISSING, differences), _with_suffix(_UNEXPECTED, differences))
@@ -553,7 +554,9 @@ class StateComparison:
         if len(here) != len(saved):
             has_tensor = any(map(_is_stateful, here)) if isinstance(here, deque) else _has_tensor([here, saved])
             if here and has_tensor:  # what goes through a deque changes all the time
-                self.differences.append(f"{path}: {len(saved)} item(s) in the checkpoint, {len(here)} here")
+                self.differences.append(
+                    f"{path}: {count_words(len(saved), 'item')} in the checkpoint, {len(here)} here"
+                )
                 return lambda: here
             return functools.partial(_filled, here, saved) if isinstance(here, _HELD) else lambda: owned(saved, here)
         fills = [self.match(f"{path}.{index}", *pair) for index, pair in enumerate(zip(here, saved, strict=True))]

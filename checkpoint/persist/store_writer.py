@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.text import list_words
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.commit import problem_of_latest
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
@@ -280,8 +281,7 @@ class StoreWriter:
             return f"{self} generation={unsaved} is in this memory alone: {error}"
         if unsaved in written:
             missing = commit.missing_ranks(self.directory, unsaved, written[unsaved])
-            named = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if missing[10:] else "")
-            what = f"is not committed: the parts of rank(s) {named} of {written[unsaved]} are missing"
+            what = f"is not committed: the parts of {list_words('rank', missing)} of {written[unsaved]} are missing"
         else:
             what = f"did not get to disk: {self._status.error}" if self._status.error else unwritten
         return f"{self} generation={unsaved} {what}; the newest checkpoint is {newest or 'none'}"

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.text import count_words
 from hetstream.checkpoint.config import environment_of_writer
 from hetstream.checkpoint.errors import StoreInUse, WriterError, reach
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, list_stores, stores_prefix
@@ -162,7 +163,10 @@ class Writer:
     def _begin_to_end(self) -> None:
         if self._options.stays:
             self._take_up()  # a trainer may have come since the last look, and Slurm ends it too
-        _log.info("told to end: what is newest in the memory of %d store(s) goes to disk first", len(self._stores))
+        _log.info(
+            "told to end: what is newest in the memory of %s goes to disk first",
+            count_words(len(self._stores), "store"),
+        )
         for store in self._stores.values():
             store.hurry()
 

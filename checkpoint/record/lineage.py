@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from hetstream.base.text import count_words, list_words
 from hetstream.checkpoint.record.layout import Generation
 
 _BEFORE_ALL = Generation(0, 0)
@@ -349,7 +350,7 @@ def _why(generation: Generation, offers: Sequence[Offer], missing: Sequence[int]
     sizes |= {replica.world_size for offer in offers for replica in offer.replicas if replica.generation == generation}
     if sizes - {len(offers)}:
         return (
-            f"it is in memory only and was saved by {max(sizes)} rank(s), now there are {len(offers)}; "
+            f"it is in memory only and was saved by {count_words(max(sizes), 'rank')}, now there are {len(offers)}; "
             "the disk has no such checkpoint"
         )
     lacking = _Found(offers).lacking
@@ -357,5 +358,5 @@ def _why(generation: Generation, offers: Sequence[Offer], missing: Sequence[int]
         first = missing[0]
         return f"rank {first} has its own part, and no rank on its host has the part that is equal on all"
     having = [str(rank) for rank in range(len(offers)) if rank not in missing]
-    where = f"only rank(s) {', '.join(having)} have it" if having else "no rank has it whole"
-    return f"{where}, of {len(offers)} rank(s)"
+    where = f"it is only on {list_words('rank', having)}" if having else "no rank has it whole"
+    return f"{where}, of {count_words(len(offers), 'rank')}"

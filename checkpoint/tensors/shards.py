@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hetstream.base.text import count_words
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.rank_file import Compare, open_file
 from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
@@ -95,8 +96,8 @@ class Whole:
         # Before memory is taken for what nobody has.
         if found != math.prod(shape) and not any(size == tuple(shape) for _, _, size in there):
             raise MissingRanks(
-                f"{self.name}: the files of {len(self.pieces)} rank(s) hold {found} of the {math.prod(shape)} elements "
-                f"from {tuple(offsets)} of {self.shape}; the file of another rank is missing"
+                f"{self.name}: the files of {count_words(len(self.pieces), 'rank')} hold {found} of the "
+                f"{math.prod(shape)} elements from {tuple(offsets)} of {self.shape}; another rank's file is missing"
             )
         out: torch.Tensor | None = None
         for piece, begin, size in there:

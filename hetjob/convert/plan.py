@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from hetstream.base.text import count_words
 from hetstream.hetjob.convert.sbatch_options import (
     TRES_CPUS,
     SbatchOption,
@@ -112,7 +113,10 @@ def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[Sb
     tasks = tasks_per_node(options)
     num_slots = NUM_SLOTS + NUM_REPLICA_SLOTS * spec.checkpoint_replicas
     of_others = f", {NUM_REPLICA_SLOTS} of them for another host's replicas" if spec.checkpoint_replicas else ""
-    why = f"{num_slots} slots of {spec.checkpoint_size} in /dev/shm for each of {tasks} trainer task(s) of a node"
+    why = (
+        f"{num_slots} slots of {spec.checkpoint_size} in /dev/shm for each of {count_words(tasks, 'trainer task')} of "
+        "a node"
+    )
     why += f"; the {spec.checkpoint_shared} that all share once" if shared_mb else ""
     why += of_others
     node_mb = num_slots * (tasks * (size_mb - shared_mb) + shared_mb)
@@ -280,10 +284,11 @@ def gpu_stage_changes(spec: JobSpec) -> list[Change]:
     if not spec.gpu_data_workers_max:
         return []
     low, high = spec.gpu_data_workers_min, spec.gpu_data_workers_max
-    number = f"{low}" if low == high else f"{low} to {high}"
+    jobs = count_words(high, "companion job")
+    number = jobs if low == high else f"{low} to {jobs}"
     return [
         Change(
-            f"{number} companion job(s) with {spec.gpu_data_worker_gres} and {spec.gpu_data_worker_cpus} CPUs, "
+            f"{number} with {spec.gpu_data_worker_gres} and {count_words(spec.gpu_data_worker_cpus, 'CPU')}, "
             "one data worker each",
             f"--gpu-data-workers={low}-{high}: they run the gpu_stage of the program's loaders; each stage has a "
             "controller of its own",
@@ -588,8 +593,8 @@ def data_worker_component(
         components.append(Component(1, "data_workers", arguments))
         changes.append(
             Change(
-                f"component 1 added: {spec.data_workers_min} data worker(s) of {spec.data_worker_cpus} CPUs in "
-                f"partition {partition}",
+                f"component 1 added: {count_words(spec.data_workers_min, 'data worker')} of "
+                f"{count_words(spec.data_worker_cpus, 'CPU')} in partition {partition}",
                 f"--data-workers={spec.data_workers_min}: they read, transform and batch; they start with the trainer",
             )
         )
@@ -604,8 +609,8 @@ def _other_changes(spec: JobSpec) -> list[Change]:
         when = f" in backfill holes of {spec.data_worker_time_min} or more" if spec.data_worker_time_min else ""
         changes.append(
             Change(
-                f"up to {spec.companions} companion job(s), one data worker each{when}, submitted while the trainer "
-                "waits for data",
+                f"up to {count_words(spec.companions, 'companion job')}, one data worker each{when}, submitted while "
+                "the trainer waits for data",
                 "the job master measures how many pay, lets those go that do not, and cancels them at the end",
             )
         )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hetstream.base.text import count_words
 from hetstream.hetjob.elastic.snapshot import Snapshot
 from hetstream.hetjob.elastic.step_terms import StepTerm
 
@@ -93,9 +94,9 @@ class SizeSearch:
         best, best_rate_per_s = self.best, self.progress.best_rate_per_s
         size, ratio = self.probing, self.probing / best
         gain = rate_per_s / best_rate_per_s if best_rate_per_s > 0 else ratio
-        made = f"{size} CPU(s) make {rate_per_s:.1f} steps/s"
+        made = f"{rate_per_s:.1f} steps/s with {count_words(size, 'CPU')}"
         if size != best:
-            made += f", {gain:.1f} times what {best} make"
+            made += f", {gain:.1f} times as many as with {best}"
         if gain < LINEAR_SHARE * ratio:
             self.stop()
             return f"{made}: {best} it is"

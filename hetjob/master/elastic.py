@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.text import count_words
 from hetstream.hetjob.elastic.companions import TimeRequest
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
@@ -465,7 +466,9 @@ class Elastic:
         count = max(0, min(len(counted), allowed - (snapshot.num_data_workers - len(counted))))
         successors = [job_id for job_id in counted[:count] if self._submit_one(self._tracked[job_id].cpus, "")]
         what = f"{len(successors)} more take their places" if successors else "no other takes their places"
-        reason = f"the time of {len(due)} companion(s) ends in {min(due.values()):.0f} s: they leave, {what}"
+        reason = (
+            f"the time of {count_words(len(due), 'companion')} ends in {min(due.values()):.0f} s: they leave, {what}"
+        )
         return Decision(Action.DRAIN, len(due), reason, tuple(due))
 
     def _new(self, cpus: int, mb_per_cpu: int | None, node: str = "", takes_over: str = "", why: str = "") -> str:

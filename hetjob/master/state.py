@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from hetstream.base.text import count_words
+
 DISPATCHER = "dispatcher"
 
 FIRST_DELAY_S = 0.5  # long enough for a port or a step to be released
@@ -194,7 +196,9 @@ class MasterState:
 
     def _clock(self, _event: Event, now: float) -> list[Instruction]:
         ready = [name for name, when in self.due.items() if when <= now]
-        return [self._start(name, now, f"it ended {self.failures[name]} time(s) in a row") for name in ready]
+        return [
+            self._start(name, now, f"it ended {count_words(self.failures[name], 'time')} in a row") for name in ready
+        ]
 
     def _stop(self, event: Event, _now: float) -> list[Instruction]:
         assert isinstance(event, StopRequested)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 
 from hetstream.base.posix import grp, pwd
@@ -84,6 +85,12 @@ def count_words(number: int, noun: str) -> str:
     """`1 job`, `2,000 jobs`, `3 processes`."""
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def list_words(noun: str, members: Sequence[object], most: int = 10) -> str:
+    """`rank 3`, `ranks 0, 2`; of more than `most` the first, and that there are more."""
+    more = " and more" if len(members) > most else ""
+    return f"{noun if len(members) == 1 else noun + 's'} {', '.join(map(str, members[:most]))}{more}"
 
 
 def percent(share: float) -> str:

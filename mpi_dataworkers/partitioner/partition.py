@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hetstream.base.errors import OptionsError
+from hetstream.base.text import count_words
 from hetstream.mpi_dataworkers.loader.connection import LoaderConnection
 from hetstream.mpi_dataworkers.partitioner.analysis import FALLING_BORDERS, Analysis, Offload, analyse, analysis_of
 from hetstream.mpi_dataworkers.partitioner.capture import Graph
@@ -451,8 +452,8 @@ def _arguments(module: torch.nn.Module, inputs: Callable[[Any], Any], batch: Any
         inspect.signature(module.forward).bind(*args)
     except TypeError as error:
         raise OptionsError(
-            f"partition(): {type(module).__name__}.forward does not take these {len(args)} argument(s): {error}. Say "
-            "what the training loop gives it, such as inputs=lambda batch: (batch['x'], batch['y'])"
+            f"partition(): {type(module).__name__}.forward does not take {count_words(len(args), 'argument')}: "
+            f"{error}. Say what the training loop gives it, such as inputs=lambda batch: (batch['x'], batch['y'])"
         ) from error
     return args
 

@@ -269,7 +269,7 @@ def demo(work_dir: Path, force_local: bool) -> report.Result:
     with place(force_local) as where:
         say("first without hetstream, for comparison: the GPU node's core alone")
         plain = plain_run(where, run_folder(work_dir, "plain"), program)
-        say("now with hetstream: the same script and program, and data workers on the other core(s)")
+        say("now with hetstream: the same script and program, and data workers on the other cores")
         streamed, components, summary = streamed_run(where, run_folder(work_dir, "hetstream"), program)
     compared_steps, differing_steps = report.compared_of(summary)
     ledger, plain_ledger = (read_all(work_dir / name, "ledger.jsonl") for name in ("hetstream", "plain"))

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base.errors import ConfigError, UsageError
-from hetstream.base.text import duration_words, printable, shortened
+from hetstream.base.text import count_words, duration_words, printable, shortened
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.client import (
     ADDRESS_VARIABLE,
@@ -201,7 +201,9 @@ def status_report(status: ShowStatus) -> Report:
         f"mode {status.mode}, up {duration_words(time.time() - status.since_s)}, the cluster was {read}",
         f"pool: {status.pool_cpus} CPUs of {', '.join(status.partitions) or 'no partition yet'}",
     ]
-    notes = [f"the newest of {status.num_errors} failed reading(s): {status.error}"] if status.error else []
+    notes = (
+        [f"the newest of {count_words(status.num_errors, 'failed reading')}: {status.error}"] if status.error else []
+    )
     summary = {
         "mode": status.mode,
         "since_s": status.since_s,
@@ -241,7 +243,7 @@ def planned(options: DaemonOptions) -> Report:
         f"would keep {options.state_dir / STATE_FILE} and {HISTORY_FILE} beside it",
         f"would listen at {address}, where {who} says who asks",
         f"would divide {registry.pool_cpus} CPUs of {', '.join(registry.partitions)} among "
-        f"{len(registry.jobs)} job(s), {consequence}",
+        f"{count_words(len(registry.jobs), 'job')}, {consequence}",
         f"would divide them by policy {registry.settings.policy}",
     ]
     summary = {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.locks import keep_to_owner
-from hetstream.base.text import percent, printable
+from hetstream.base.text import count_words, percent, printable
 from hetstream.slurm_plugin.cli.daemon import settings_of
 from hetstream.slurm_plugin.cli.install import why_nobody_is_placed
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
@@ -53,7 +53,7 @@ their node's orders or are paused for long: they are requeued, and go on from th
 also releases guaranteed jobs within their tenant's quota, and makes opportunistic jobs that want it guaranteed where
 they run. It touches no other jobs. What it remembers stands in the jobs, so it can be killed and started at any time;
 run one of it, beside slurmctld. Its user is an administrator of Slurm's, and policy.lua names it as a manager:
-docs/decisions/0014-the-packer-is-an-operator-and-keeps-nothing.md.
+docs/decisions.md.
 
 Begin with --observe, which only says what it would do.
 
@@ -291,7 +291,9 @@ def jobs_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], mi
     """Return all jobs as a table."""
     rows = [_row(job, waits.get(name, "")) for name, job in seen.jobs.items()]
     num_waiting = sum(bool(row["reason"]) for row in rows)
-    lines = [f"{len(rows)} opportunistic job(s), {num_waiting} of them wait; {_gpus_in_words(seen.state)}"]
+    lines = [
+        f"{count_words(len(rows), 'opportunistic job')}, of which {num_waiting} wait; {_gpus_in_words(seen.state)}"
+    ]
     columns = (
         Column("job", "JOB", left=True), Column("user", "USER", left=True), Column("state", "STATE", left=True),
         Column("gpus", "GPUS"), Column("gpu_memory_gib", "GIB EACH", show=lambda value: f"{value:.1f}", priority=1),
@@ -335,7 +337,10 @@ def quota_report(snapshot: Snapshot, seen: PackingView, name: str, waits: Mappin
         "job": name, "user": job.user, "state": job.state, "gpus": job.count("gpu"), "tenant": job.account,
         "verdict": decision.verdict.value if decision else "", "reason": reason,
     }  # fmt: skip
-    lines = [f"job {name} of {job.user}: {job.state}, {job.count('gpu')} GPU(s), account {printable(job.account)}"]
+    lines = [
+        f"job {name} of {job.user}: {job.state}, {count_words(job.count('gpu'), 'GPU')}, account "
+        f"{printable(job.account)}"
+    ]
     lines += [f"waits     {reason}"] if job.is_pending and reason else []
     return Report(meta_of("gpu jobs", snapshot), row, lines, (), [missing] if missing else [])
 
@@ -361,8 +366,8 @@ def job_report(
         Column("wait_share", "TRAINER WAITS", show=percent), Column("verdict", "VERDICT", left=True, wraps=True),
     )  # fmt: skip
     place = f" on {row['place']}" if row["place"] else ""
-    each = f"{job.wish.gpus} GPU(s) with {job.wish.gpu_bytes / _GIB:.1f} GiB each"
-    asks = f"{each} on each of {max(1, job.job.num_nodes)} node(s)"
+    each = f"{count_words(job.wish.gpus, 'GPU')} with {job.wish.gpu_bytes / _GIB:.1f} GiB each"
+    asks = f"{each} on each of {count_words(max(1, job.job.num_nodes), 'node')}"
     lines = [f"job {job.name} of {job.job.user}: {row['state']}{place}", f"asks for  {asks}"]
     lines += [f"waits     {row['reason']}"] if row["reason"] else []
     lines += [f"upgrade   {row['not_upgraded']}"] if row["not_upgraded"] else []

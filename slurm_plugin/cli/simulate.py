@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from hetstream.base.errors import UsageError
-from hetstream.base.text import percent, printable
+from hetstream.base.text import count_words, percent, printable
 from hetstream.slurm_plugin.cli.cluster_source import add_prices_argument, prices_of, read_text
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -384,11 +384,13 @@ def _odd_jobs(compared: Sequence[Compared]) -> list[str]:
         if rejected:
             name = printable(outcome.first.workload.names[next(iter(rejected))])
             why = next(iter(rejected.values()))
-            notes.append(f"{outcome.policy}, {outcome.discipline}: {len(rejected):,} job(s) left out; {name} is {why}")
+            notes.append(
+                f"{outcome.policy}, {outcome.discipline}: {count_words(len(rejected), 'job')} left out; {name} is {why}"
+            )
         if outcome.first.num_unfinished:
             notes.append(
-                f"{outcome.policy}, {outcome.discipline}: {outcome.first.num_unfinished:,} job(s) never end: no CPU is "
-                "left for data workers"
+                f"{outcome.policy}, {outcome.discipline}: without an end: "
+                f"{count_words(outcome.first.num_unfinished, 'job')}; no CPU is left for data workers"
             )
     return notes
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
-from hetstream.base.text import printable
+from hetstream.base.text import count_words, printable
 from hetstream.hetjob.convert.convert import AlreadyHeterogeneous, NoSuchNode, script_options
 from hetstream.hetjob.convert.directives import Directive, from_command_line, is_own, read_directives
 from hetstream.hetjob.convert.sbatch_options import SbatchOption, SbatchOptions, words_of
@@ -260,7 +260,8 @@ def _from_history(
     if proposal is None:
         return [], [
             *explanation,
-            f"--auto: none of {len(history.jobs)} past job(s) is like {name}: nothing is proposed from history",
+            f"--auto: of {count_words(len(history.jobs), 'past job')} none is like {name}: nothing is proposed from "
+            "history",
         ]
     if not proposal.options:
         return [], [*explanation, f"--auto: no data workers are proposed: {proposal.reason}"]

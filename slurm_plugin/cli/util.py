@@ -210,13 +210,13 @@ def _notes(window: Window, snapshot: Snapshot, whole: Mapping[str, Any]) -> list
     notes = ["there is no slurmdbd: CPU and GPU use is known of hetstream's own running jobs alone"]
     if num_resized := whole["num_resized"]:
         notes.append(
-            f"there is no slurmdbd: {num_resized:,} job(s) began with another size, and count with their last one in "
-            "all their time"
+            f"there is no slurmdbd: {count_words(num_resized, 'job')} began with another size; the last one counts "
+            "for the whole time"
         )
     if num_gpus_unknown := whole["num_gpus_unknown"]:
         notes.append(
-            f"of {num_gpus_unknown:,} ended job(s) with whole nodes nothing says how many GPUs they held: they count "
-            "as they asked, and the allocated GPUs are less than the truth"
+            f"of {count_words(num_gpus_unknown, 'ended job')} with whole nodes nothing says how many GPUs they held: "
+            "they count as they asked, and the allocated GPUs are less than the truth"
         )
     if window.length_s > age_s:
         notes.append(

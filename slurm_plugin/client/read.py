@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.text import count_words
 from hetstream.hetjob.convert.sbatch_options import time_limit_s
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import MarkedJob
@@ -332,8 +333,9 @@ def without_types(num_jobs: int) -> list[str]:
     if not num_jobs:
         return []
     return [
-        f"of {num_jobs:,} job(s) on nodes with MIG instances of several sizes Slurm does not say which they held: each "
-        "counts as the average there. It says so with AccountingStorageTRES=gres/gpu,gres/gpu:TYPE for each type"
+        f"of {count_words(num_jobs, 'job')} on nodes with MIG instances of several sizes Slurm does not say which "
+        "were held: each counts as the average there. It says so with AccountingStorageTRES=gres/gpu,gres/gpu:TYPE for "
+        "each type"
     ]
 
 
@@ -661,7 +663,7 @@ class CommandReader:
         try:
             return with_shares(jobs, asked, records() if asked else "", parts_of_cores)
         except SlurmCommandError as exc:  # they count as if they were spread evenly
-            logger.warning("what %d job(s) hold on each of their nodes is not known: %s", len(asked), exc)
+            logger.warning("what %s hold on each of their nodes is not known: %s", count_words(len(asked), "job"), exc)
             return jobs
 
     def _with_told_gpus(self, seen: Snapshot, records: Callable[[], str]) -> tuple[Job, ...]:
@@ -676,7 +678,9 @@ class CommandReader:
                 return with_told_gpus(jobs, asked, held_in_shares(self.jobs(details=True)), nodes)[0]
             return with_told_gpus(jobs, asked, parse_held(records()), nodes)[0]
         except SlurmCommandError as exc:  # they count as in doubt, and all other figures are known
-            logger.warning("what %d job(s) hold is not known, and they count as they asked: %s", len(asked), exc)
+            logger.warning(
+                "what %s hold is not known, and they count as they asked: %s", count_words(len(asked), "job"), exc
+            )
             return jobs
 
     def held_gpus(self) -> dict[int, tuple[Gres, ...] | None]:

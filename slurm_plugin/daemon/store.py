@@ -19,6 +19,7 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.base.locks import HeldByAnother, hold_directory
+from hetstream.base.text import count_words
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.daemon.registry import Registered, Times
@@ -176,8 +177,8 @@ class Store(_StateFile):
         if len(kept) < len(found):
             job = next(job for job in found if job not in kept)
             log.warning(
-                "%s: of %d job(s) it is no promise that is kept there, and they begin anew: job=%.20r has %.80r",
-                self.path, len(found) - len(kept), job, tuple(found[job]),
+                "%s: of %s it is no promise that is kept there, and they begin anew: job=%.20r has %.80r",
+                self.path, count_words(len(found) - len(kept), "job"), job, tuple(found[job]),
             )  # fmt: skip
         return kept
 
@@ -193,7 +194,8 @@ class Store(_StateFile):
             ).fetchall()
         found = {job: Times(*(value if _is_time(value) else None for value in values)) for job, *values in rows}
         if damaged := [job for job, *values in rows if tuple(values) != found[job]]:
-            log.warning("%s: of %d job(s) a time that is kept is none: job=%.20r", self.path, len(damaged), damaged[0])
+            jobs = count_words(len(damaged), "job")
+            log.warning("%s: of %s a time that is kept is none: job=%.20r", self.path, jobs, damaged[0])
         return found
 
     def save(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from hetstream.base.text import count_words
 from hetstream.hetjob.convert.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from hetstream.hetjob.job.ended_job import EndedJob
 from hetstream.slurm_plugin.client.accounting import Usage
@@ -188,7 +189,7 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
         if unlocked > 0:
             yield Advice(
                 job.label, job.user, job.state, "shape", freed * max(1, job.num_nodes), unlocked, unlocked * 24.0,
-                f"it holds {shape.cpus} CPUs for {shape.gpus} GPU(s) a node, beside {unlocked} free GPU(s) that no "
-                "pending job can use for want of CPUs",
+                f"it holds {count_words(shape.cpus, 'CPU')} for {count_words(shape.gpus, 'GPU')} a node, beside "
+                f"{count_words(unlocked, 'free GPU')} that no pending job can use for want of CPUs",
                 "if it loads data with them, next time: #HETSTREAM --data-workers=MIN-MAX",
             )  # fmt: skip

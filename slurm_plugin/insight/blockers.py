@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetstream.base.text import duration
+from hetstream.base.text import count_words, duration
 from hetstream.slurm_plugin.client.model import RESOURCE_REASONS, SHARING, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.insight.node_table import (
@@ -326,8 +326,8 @@ def out_of_use(room: FeasibleNodes, job: Job, out: Sequence[Node], reserved: Seq
     others = others or ["other nodes of its partitions are not shown: powered down, or hidden from you"]
     return Blocker(
         "nodes",
-        f"it needs {room.shape.num_nodes} node(s) with {asks}; {possible} of {eligible} in use could give that, and "
-        f"{' and '.join(others)}",
+        f"it needs {count_words(room.shape.num_nodes, 'node')} with {asks}; {possible} of {eligible} in use could "
+        f"give that, and {' and '.join(others)}",
         "; ".join([*(["sinfo -R"] if out else []), *(["scontrol show reservation"] if reserved else [])]),
     )
 
@@ -345,11 +345,13 @@ def together(job: Job) -> str:
 def too_large(least: Least, floor: FeasibleNodes, job: Job) -> Blocker:
     """It can never run on the nodes that it may use, be they empty, however Slurm divides it."""
     eligible, possible = count(floor.eligible), count(floor.possible)
-    asks = f"{least.num_nodes} node(s) with {_asks(floor.shape)}{together(job)}"
+    asks = f"{count_words(least.num_nodes, 'node')} with {_asks(floor.shape)}{together(job)}"
     text = f"it needs {asks}; {possible} of {eligible} that it may use have that at all"
     if floor.is_enough(floor.possible):
         most = f"{min(least.max_nodes, possible)} of them" if least.max_nodes else "all of them"
-        text = f"it needs {_all_of(least)}; of {possible} node(s) that it may use {most} together have less"
+        text = (
+            f"it needs {_all_of(least)}; of {count_words(possible, 'node')} that it may use {most} together have less"
+        )
     return Blocker("size", text, "ask for less, or for another partition: hetstream frag")
 
 
@@ -363,13 +365,15 @@ def lack_together(kind: str, shape: Shape, most: int | None, least: Least, floor
         least: what it needs at least.
         floor: room for `least.of_node`.
     """
-    where = f"about {shape.num_nodes} node(s)" if shape.is_guess else f"{shape.num_nodes} node(s)"
+    where = f"{'about ' if shape.is_guess else ''}{count_words(shape.num_nodes, 'node')}"
     text = f"it needs {_all_of(least)} on {where}, divided as Slurm likes; so much is not free on so many"
     if most is None:
         text = f"it needs {_all_of(least)}, on as many nodes and divided as Slurm likes; so much is not free"
     free = ", ".join(_free_words(free) for free in floor.free_in_all())
     return Blocker(
-        kind, f"{text}: of {count(floor.possible)} node(s) that could give a part{_kept(floor)}, free in all: {free}"
+        kind,
+        f"{text}: of {count_words(count(floor.possible), 'node')} that could give a part{_kept(floor)}, free in all: "
+        f"{free}",
     )
 
 
@@ -379,8 +383,8 @@ def lack_several(room: FeasibleNodes, at_once: str) -> Blocker:
     free = ", ".join(
         _free_words(free) + (f" (enough on {free.num_enough})" if free.amount else "") for free in scarcest_first
     )
-    apart = ", but not enough of all on the same node(s)" if room.is_enough_apart else ""
-    where = f"of {count(room.possible)} node(s) that could give that{_kept(room)}"
+    apart = ", but not enough of all on the same node" if room.is_enough_apart else ""
+    where = f"of {count_words(count(room.possible), 'node')} that could give that{_kept(room)}"
     return Blocker(
         room.scarcest, f"it needs {_asks(room.shape)} on a node{at_once}; {where}, free in all: {free}{apart}"
     )
@@ -398,10 +402,9 @@ def _free_words(free: Free) -> str:
 
 
 def _asks(shape: Shape) -> str:
-    typed = f" {shape.gpu_type}" if shape.gpu_type else ""
-    parts = [f"{shape.gpus}{typed} GPU(s)"] if shape.gpus else []
+    parts = [count_words(shape.gpus, f"{shape.gpu_type or ''} GPU".lstrip())] if shape.gpus else []
     disk = [f"{shape.tmp_disk_mb:,} MB of disk (--tmp)"] if shape.tmp_disk_mb else []
-    return ", ".join([*parts, *map(gres_words, shape.gres), f"{shape.cpus} CPU(s)", memory_words(shape), *disk])
+    return ", ".join([*parts, *map(gres_words, shape.gres), count_words(shape.cpus, "CPU"), memory_words(shape), *disk])
 
 
 def memory_words(shape: Shape) -> str:
@@ -412,8 +415,8 @@ def memory_words(shape: Shape) -> str:
 def _all_of(least: Least) -> str:
     memory = [f"{least.memory_mb:,} MB"] if least.memory_mb else []
     memory = ["all memory of each node"] if least.of_node.all_memory else memory
-    gpus = [f"{least.gpus} GPU(s)"] if least.gpus else []
-    return ", ".join([*gpus, *map(gres_words, least.gres), f"{least.cpus} CPU(s)", *memory])
+    gpus = [count_words(least.gpus, "GPU")] if least.gpus else []
+    return ", ".join([*gpus, *map(gres_words, least.gres), count_words(least.cpus, "CPU"), *memory])
 
 
 def kept_for_others(job: Job, nodes: Sequence[Node]) -> Blocker:
@@ -453,15 +456,18 @@ def lack(resource: str, room: FeasibleNodes, at_once: str) -> Blocker:
     asked = ", ".join(gres_words(gres) for gres in shape.gres if (gres.name == "gpu") == (resource == "GPUs"))
     if asked and resource in ("GPUs", "GRES"):
         others = count(room.enough_but(resource))
-        where = f"of {others} node(s) with enough {' and '.join(beside)} too few have them free"
+        where = f"of {count_words(others, 'node')} with enough {' and '.join(beside)} too few have them free"
         return Blocker(resource, f"it needs {asked} on a node{at_once}; {where}")
     if resource == "memory" and shape.all_memory:
         mask = room.enough_but(resource)
-        where = f"of {count(mask)} node(s) with enough {' and '.join(beside)} {count(mask & room.enough[resource])}"
+        where = (
+            f"of {count_words(count(mask), 'node')} with enough {' and '.join(beside)} "
+            f"{count(mask & room.enough[resource])}"
+        )
         return Blocker(resource, f"it needs all memory of a node (--mem=0){at_once}; {where} have all of it free")
     needed, most, name, num_others = room.most_free(resource)
     unit = " MB of memory" if resource == "memory" else f" {resource}"
-    where = f"{num_others} node(s) with enough {' and '.join(beside)}"
+    where = f"{count_words(num_others, 'node')} with enough {' and '.join(beside)}"
     whole = f" ({shape.cpus:,} and what is beside them)" if needed > shape.cpus and resource == "CPUs" else ""
     text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} the most free is {most:,} ({name})"
     if most >= needed:  # on too few nodes

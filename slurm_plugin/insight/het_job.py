@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from hetstream.base.text import count_words
 from hetstream.slurm_plugin.client.model import CUT, Gres, Job, Node, Snapshot, has_task
 from hetstream.slurm_plugin.insight.blockers import COMPLETING, NOT_LOOKED_AT, OTHER_USERS, Blocker
 from hetstream.slurm_plugin.insight.node_table import Shape
@@ -71,7 +72,10 @@ def _never_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[s
             continue
         for what, needed, has in _sums(mine, nodes):
             if needed > has:
-                text = f"its components start together and need {needed:,} {what} together; all {len(nodes)} node(s)"
+                text = (
+                    f"its components start together and need {needed:,} {what} together; all "
+                    f"{count_words(len(nodes), 'node')}"
+                )
                 text += f" of {', '.join(sorted(names))} have {has:,}, be they empty"
                 return mine[-1].job.label, Blocker(
                     "size", text, "ask for less, or for another partition: hetstream frag"

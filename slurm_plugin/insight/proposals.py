@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.base.text import user_name
+from hetstream.base.text import count_words, user_name
 from hetstream.hetjob.convert.directives import Directive
 from hetstream.hetjob.convert.render import what_runs
 from hetstream.hetjob.convert.sbatch_options import SbatchOptions
@@ -133,7 +133,7 @@ class Remembered:
         """What the user should know of it."""
         if self.problem:
             return [self.problem]
-        found = [f"{self.num_unreadable} damaged record(s) of the job history are left out"]
+        found = [f"{count_words(self.num_unreadable, 'damaged record')} of the job history: left out"]
         return (found if self.num_unreadable else []) + ([] if self.jobs else [NO_HISTORY])
 
 

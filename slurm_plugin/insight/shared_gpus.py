@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetstream.base.text import size_words
+from hetstream.base.text import count_words, size_words
 from hetstream.hetjob.site.messages import GpuNow, NodeGpus, SharingJobNow
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.packing.state import PackingRules
@@ -145,7 +145,7 @@ def _verdict(refusals: Sequence[str], free: Sequence[int]) -> str:
         return "not now: its nodes tell nothing of its GPUs (hetstream internal gpu-report)"
     if not free:
         return f"not now: {refusals[0]}"
-    return f"yes: {len(free)} of {len(refusals)} GPU(s), up to {size_words(max(free))}"
+    return f"yes: {len(free)} of {count_words(len(refusals), 'GPU')}, up to {size_words(max(free))}"
 
 
 def _refusal(node: NodeGpus, gpu: GpuNow) -> str:

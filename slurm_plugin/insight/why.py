@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetstream.base.text import duration
+from hetstream.base.text import count_words, duration
 from hetstream.hetjob.convert.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
 from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import own_reservations, seen_from, why_closed
@@ -577,7 +577,7 @@ class Explainer:
         if plans := self._plans_in_way(self._shape(job), job):
             return self._kept_for_plans(job, plans, room)
         if ahead := self._turns.ahead(job):
-            text = f"{room}; {len(ahead)} job(s) are ahead, first {ahead[0].label}"
+            text = f"{room}; {count_words(len(ahead), 'job')} ahead, first {ahead[0].label}"
             if self._would_start(job):
                 text += ", and what Slurm plans for them leaves it room: backfill may start it when it looks next"
             return Blocker("priority", text, "squeue --start")
@@ -590,7 +590,9 @@ class Explainer:
         if self._finds_none(job):
             return found_none(job, now_s)
         if self._may_have_too_few_nodes(job):
-            text = f"on more than the {job.likely_nodes} node(s) that are likely; only Slurm knows whether it may have"
+            text = (
+                f"on more than the likely {count_words(job.likely_nodes, 'node')}; only Slurm knows whether it may have"
+            )
             return Blocker(NODE_COUNT, f"{room} {text} them; no job is ahead", f"scontrol show job {job.job_id}")
         if option := self._sockets_in_doubt(job):
             text = f"by its CPUs; which sockets have them, as {option} asks, only Slurm weighs"
@@ -696,7 +698,7 @@ class Explainer:
             return Remedy(False, "there is room for it as it is")
         kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
         if kept == shape.cpus:
-            return Remedy(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
+            return Remedy(False, f"{count_words(shape.cpus, 'CPU')} a node is what a trainer keeps")
         # The trainer keeps the memory of all its CPUs (`step_demand.py`): conversion writes --mem-per-cpu for fewer.
         trainer = replace(shape, cpus=kept, min_cpus=min(kept, shape.min_cpus))
         fits, still = self._room(trainer, job)
@@ -738,7 +740,10 @@ class Explainer:
         # Slurm has no arrays of heterogeneous jobs: there they join as companions.
         least = 0 if job.array_job_id is not None else min(wanted, room)
         counts = f"{least}-{wanted}" if least < wanted else str(wanted)
-        workers = f"{min(wanted, room)} of {wanted} data worker(s) of {DEFAULT_DATA_WORKER_CPUS} CPUs"
+        workers = (
+            f"{min(wanted, room)} of {count_words(wanted, 'data worker')} of "
+            f"{count_words(DEFAULT_DATA_WORKER_CPUS, 'CPU')}"
+        )
         return Remedy(
             True,
             f"{start}, and {workers} in partition {place}",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hetstream.base.text import count_words
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.read import hides_nodes, release_of
 from hetstream.slurm_plugin.client.slurm_units import compress, expand
@@ -496,7 +497,7 @@ def _gpus_in_use(facts: Facts) -> Iterator[Finding]:
         if node.gpus_allocated is not None and node.gpus_allocated != node.gpus_in_use()
     ]
     for node, used, allocated in differ[:_MOST_NODES]:
-        others = f"; so do {len(differ) - 1} other node(s)" if len(differ) > 1 else ""
+        others = f"; so with {count_words(len(differ) - 1, 'other node')}" if len(differ) > 1 else ""
         yield Finding(
             Level.WARNING, "GPUs in use", f"{node.name}: {used} by GresUsed, {allocated} by AllocTRES",
             f"Slurm's two counts of one node differ{others}. hetstream takes the larger one, so that no GPU is shown "

@@ -373,8 +373,8 @@ local function right_size(policy, job, names)
   local keep, keep_gpu = math.max(1, math.floor(limit * gpus / tasks)), math.max(1, math.floor(limit))
   local option, before, after = "--cpus-per-task", task, keep
   if gpu and gpu * gpus == asked then option, before, after = "--cpus-per-gpu", gpu, keep_gpu end
-  local found = string.format("%.0f CPUs for %.0f GPU(s) in partition %s, where %s for each GPU are allowed", asked,
-    gpus, where, limit)
+  local found = string.format("%.0f CPUs for %.0f GPU%s in partition %s, where %s for each GPU are allowed",
+    asked, gpus, gpus == 1 and "" or "s", where, limit)
   local out = "Ask for fewer tasks"
   if asked > named then return refuse("cpus_per_gpu", found .. ". Remove --mincpus") end
   if before and after < before then

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from hetstream.base.text import count_words
 from hetstream.slurm_plugin.packing.state import (
     GpuNode,
     PackingRules,
@@ -174,7 +175,7 @@ class _Room:
         if job.only_nodes and self.node.name not in job.only_nodes:
             return "on nodes that it does not ask for"
         if self.cpus < job.cpus:
-            return f"on nodes with less than {job.cpus} CPU(s) free"
+            return f"on nodes with less than {count_words(job.cpus, 'CPU')} free"
         if self.memory_mb < job.memory_mb:
             return f"on nodes with less than {job.memory_mb:,} MB free"
         return ""
@@ -279,7 +280,8 @@ def _nearest(
         if groups:
             best = max(groups, key=lambda names: min(shares[name] for name in names))
             return depth - common, tuple(sorted(best))
-    raise ValueError(f"{len(shares)} node(s) are fewer than {count}")  # all of them are below no switch at all
+    # All of them are below no switch at all.
+    raise ValueError(f"{count_words(len(shares), 'node')}: fewer than {count}")
 
 
 def _why_not(nodes: list[_Room], job: WaitingJob) -> str:
@@ -297,7 +299,7 @@ def _why_not(nodes: list[_Room], job: WaitingJob) -> str:
     counted = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     if not num_open:
         return f"no GPU of {num_gpus} takes it now: {counted}"
-    asks = f"it needs {job.gpus} GPU(s) of one node"
+    asks = f"it needs {count_words(job.gpus, 'GPU')} of one node"
     if job.num_nodes > 1:
-        asks = f"it needs {job.gpus} GPU(s) with the same numbers on each of {job.num_nodes} nodes"
+        asks = f"it needs {count_words(job.gpus, 'GPU')} with the same numbers on each of {job.num_nodes} nodes"
     return f"{asks} at once, and {num_open} of {num_gpus} could take it now" + (f": {counted}" if counted else "")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hetstream.base.text import count_words
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.messages import GpuNow, ShowGpus
@@ -510,7 +511,7 @@ def _why_not_inside(job: Job, snapshot: Snapshot) -> str:
     gpus, asked = sum(node.devices() for node in inside), job.count(_GPU)
     if asked <= gpus and job.num_nodes <= len(inside):
         return ""
-    wanted = f"it asks for {asked} GPUs on {job.num_nodes} node(s) or more"
+    wanted = f"it asks for {count_words(asked, 'GPU')} on {count_words(job.num_nodes, 'node')} or more"
     return f"{wanted}, and its reservation has {gpus} on {len(inside)}: {check}"
 
 

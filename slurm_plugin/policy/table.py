@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.text import count_words
 from hetstream.slurm_plugin.errors import PolicyError
 
 # Why a job has as many data workers as it has: a code a row, and words for one row when somebody asks.
@@ -55,7 +56,7 @@ def explain(table: JobTable, pool: Pool, allocation: Allocation, row: int) -> st
     workers, minimum, wanted, cpus = (
         int(column[row]) for column in (allocation.workers, table.minimum, table.wanted, table.cpus)
     )
-    sharing = f"{pool.cpus} CPUs are shared by {len(table)} job(s)"
+    sharing = f"{pool.cpus} CPUs are shared by {count_words(len(table), 'job')}"
     match Reason(int(allocation.reasons[row])):
         case Reason.SHARED:
             weight = table.weight[row] * max(table.gpus[row], 1.0)
@@ -304,7 +305,8 @@ def check_allocation(table: JobTable, pool: Pool, found: Allocation) -> None:
     if found.workers.shape != shape or found.workers.dtype != np.int64 or found.reasons.shape != shape:
         raise PolicyError(
             f"a policy answers {found.workers.dtype}{list(found.workers.shape)} data workers and "
-            f"{list(found.reasons.shape)} reasons for {len(table)} job(s): must be one int64 and one reason a job"
+            f"{list(found.reasons.shape)} reasons for {count_words(len(table), 'job')}: must be one int64 and one "
+            "reason a job"
         )
     used, least = int((found.workers * table.cpus).sum()), int((table.minimum * table.cpus).sum())
     if used > max(pool.cpus, least):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetstream.base.text import printable, size_words, user_name
+from hetstream.base.text import count_words, printable, size_words, user_name
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
 from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, table, wrapped
@@ -35,7 +35,7 @@ def render(seen: GpuTable, color: bool = False, width: int | None = None) -> lis
         color: mark what needs attention with ANSI colours.
         width: of the terminal; None: there is room.
     """
-    lines = [f"{printable(seen.host)}  {len(seen.gpus)} GPU(s) shared"]
+    lines = [f"{printable(seen.host)}  {count_words(len(seen.gpus), 'GPU')} shared"]
     for row in seen.gpus:
         lines += wrapped(f"{printable(row.gpu)}  {_gpu_words(row)}", width, 4)
     rows = [(row, process) for row in seen.gpus for process in row.processes]

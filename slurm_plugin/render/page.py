@@ -16,7 +16,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from hetstream.base.text import duration, percent, printable
+from hetstream.base.text import count_words, duration, percent, printable
 from hetstream.base.web import PRIVATE, Document, WebServer
 from hetstream.slurm_plugin.client.counted import counted, cpus_asked, whole_if_near
 from hetstream.slurm_plugin.client.model import Node
@@ -284,7 +284,7 @@ def _indicator(node: NodeFragmentation) -> str:
 def _hint(node: NodeFragmentation) -> str:
     return (
         f"{node.node}: {node.cpus_free} of {node.cpus} CPUs and {node.gpus_free} of {node.gpus} GPUs free, "
-        f"indicator {_indicator(node)}, {node.stranded_gpus} GPU(s) stranded"
+        f"indicator {_indicator(node)}, {count_words(node.stranded_gpus, 'GPU')} stranded"
         + (f" for want of {node.lacking}" if node.lacking else "")
     )
 
@@ -504,7 +504,7 @@ def _group_of(cause: str) -> str:
 
 def _too_few(samples: Sequence[Sample]) -> str:
     return nothing(
-        f"{len(samples)} reading(s) so far: a history needs two. Keep them with --history=FILE, or let "
+        f"{count_words(len(samples), 'reading')} so far: a history needs two. Keep them with --history=FILE, or let "
         "hetstream exporter --history=FILE keep one every minute."
     )
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.base.text import shortened
+from hetstream.base.text import count_words, shortened
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, SACCT_STATES, Usage, usages_of
 from hetstream.slurm_plugin.client.slurm_units import megabytes, moment, moments, text_or_empty, tres
@@ -126,28 +126,28 @@ def read_sacct(
             elif job in leader_of:
                 gangs.setdefault(gang, []).append(_LEFT_OUT)
     whole = {job: parts for job, parts in gangs.items() if _LEFT_OUT not in parts}
-    left_out["heterogeneous, of which a component did not run and end,"] += len(gangs) - len(whole)
+    left_out["heterogeneous, of which a component did not run and end"] += len(gangs) - len(whole)
     jobs = [_gang(job, parts) if job in leader_of.values() else parts[0] for job, parts in whole.items()]
     lines.good(skip_bad)
     if not jobs:
         raise SimulationInputError(source, ["no job in it has run and ended"])
-    notes = [f"{count:,} job(s) {what} and are left out" for what, count in sorted(left_out.items()) if count]
+    notes = [f"{count_words(count, 'job')} {what}: left out" for what, count in sorted(left_out.items()) if count]
     if lines.records and "JobID" not in names:
         notes.append("without the column JobID, components of heterogeneous jobs count as jobs of their own")
     if num_earlier:
         notes.append(
-            f"{num_earlier:,} earlier run(s) of requeued jobs are left out: each job counts with its last start"
+            f"left out: {count_words(num_earlier, 'earlier run')} of requeued jobs; each job counts with its last start"
         )
     if num_resized:
         notes.append(
-            f"{num_resized:,} job(s) were resized: each of their sizes counts as a job, submitted when it began"
+            f"resized: {count_words(num_resized, 'job')}; each of their sizes counts as a job, submitted when it began"
         )
-    notes += [f"{len(lines.bad):,} line(s) are wrong and left out"] if lines.bad else []
+    notes += [f"left out as wrong: {count_words(len(lines.bad), 'line')}"] if lines.bad else []
     differ = [part.differs for parts in whole.values() for part in parts if part.differs]
     if differ:
         notes.append(
-            f"{len(differ):,} job(s) ran for another time than from Start to End (first {differ[0]}), after a clock "
-            "change or because they were suspended: ElapsedRaw counts"
+            f"{count_words(len(differ), 'job')} ran for another time than from Start to End (first {differ[0]}), "
+            "after a clock change or because they were suspended: ElapsedRaw counts"
         )
     return _workload(jobs, assumptions), (*notes, *_said(jobs, assumptions))
 
@@ -720,7 +720,7 @@ def _sacct(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
 
 
 def _left_out(lines: Lines) -> tuple[str, ...]:
-    return (f"{len(lines.bad):,} line(s) are wrong and left out",) if lines.bad else ()
+    return (f"left out as wrong: {count_words(len(lines.bad), 'line')}",) if lines.bad else ()
 
 
 READERS: Mapping[str, Reader] = {

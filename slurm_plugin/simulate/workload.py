@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.base.text import printable, shortened
+from hetstream.base.text import count_words, printable, shortened
 from hetstream.slurm_plugin.client.model import Node
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.policy.filling import along
@@ -426,7 +426,8 @@ def of_nodes(nodes: Iterable[Node]) -> Cluster:
         return found
     instances = sum(node.mig for node in divided)
     note = (
-        f"{instances:,} MIG instances of {len(divided):,} node(s) count as the whole GPUs that they make up; a job on "
+        f"{count_words(instances, 'MIG instance')} of {count_words(len(divided), 'node')} count as the whole GPUs "
+        "that they make up; a job on "
         "one is taken to have a GPU of its own, so such jobs wait longer here than on the site"
     )
     return replace(found, notes=(note,))

@@ -48,7 +48,7 @@ def test_what_another_number_of_ranks_has_in_memory_is_waited_for_if_it_is_newer
 def test_each_rank_died_at_another_save() -> None:
     choice = choose_generation([offer([(1, 20), (1, 30)]), offer([(1, 10), (1, 20)])])
     assert choice.generation == Generation(1, 20)
-    assert choice.notes == ["step 30 of attempt 1 is passed over: only rank(s) 0 have it, of 2 rank(s)"]
+    assert choice.notes == ["step 30 of attempt 1 is passed over: it is only on rank 0, of 2 ranks"]
 
 
 def test_a_rank_on_a_new_host_takes_from_disk_what_the_other_has_in_memory() -> None:
@@ -120,7 +120,7 @@ def test_memory_of_another_number_of_ranks_is_not_used() -> None:
     choice = choose_generation([offer([(1, 30)], [(1, 20)], 2)])
     assert choice.generation == Generation(1, 20)
     assert choice.world_size == 2
-    assert "saved by 2 rank(s), now there are 1" in choice.notes[0]
+    assert "saved by 2 ranks, now there are 1" in choice.notes[0]
 
 
 def test_a_record_that_turns_out_damaged_is_passed_over_by_all_and_named() -> None:

@@ -100,7 +100,7 @@ def test_ls_shows_disk_and_memory(directory: Path, dead_store: Path, capsys: pyt
     assert memory["persisted"] == {"step": 10, "attempt": 2}
     text = ckpt(capsys, "ls", directory)
     assert "committed, latest" in text
-    assert "partial: rank(s) 0 of 2 missing" in text
+    assert "partial: rank 0 of 2 missing" in text
     assert "20.2, 10.2" in text
     assert "note:" not in text
     (directory / "latest").unlink()

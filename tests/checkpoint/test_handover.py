@@ -19,6 +19,7 @@ import torch
 
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.base.errors import OptionsError
+from hetstream.base.text import count_words
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import Claim, JobIdentity, history, living_request, read_request
 from hetstream.checkpoint.errors import DirectoryInUse
@@ -295,7 +296,7 @@ def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
     assert took.pause_s > 0
     assert CheckpointDirectory(jobs.checkpoints).past_attempts()[0].failed is False
     assert read_request(jobs.checkpoints) is None
-    print(f"pause with {num_ranks} rank(s): {took.pause_s:.2f} s")
+    print(f"pause with {count_words(num_ranks, 'rank')}: {took.pause_s:.2f} s")
 
 
 @pytest.mark.shows("seamless migration: the new job goes on from the very next step")

@@ -130,7 +130,7 @@ def test_a_fixed_number_of_steps_is_exact() -> None:
     schedule = Schedule(Every(num_steps=10), step=40, now_s=0.0)
     assert [step for step in range(40, 52) if schedule.is_due(step, 1e9, alone=True)] == [50, 51]
     schedule.adopt(schedule.propose(50, 5.0, 9.0), 50, 9.0)
-    assert schedule.decision.reason == "every 10 step(s), as asked"
+    assert schedule.decision.reason == "every 10 steps, as asked"
     assert not schedule.is_due(59, 1e9, alone=True)
 
 

@@ -226,9 +226,7 @@ def test_sigterm_says_what_is_missing(bench: Bench) -> None:
     bench.until(lambda: commit.written_by(bench.directory, 1), "the part")
     writer.send_signal(signal.SIGTERM)
     assert writer.wait(TIMEOUT_S) == 0
-    assert (
-        "generation=step 10 of attempt 1 is not committed: the parts of rank(s) 0, 2 of 3 are missing" in bench.said()
-    )
+    assert "generation=step 10 of attempt 1 is not committed: the parts of ranks 0, 2 of 3 are missing" in bench.said()
 
 
 @pytest.mark.shows("on SIGTERM the newest generation gets to disk, and all ranks stop after the same step")
@@ -239,7 +237,7 @@ def test_what_is_missing_is_said_before_slurm_kills_the_writer(bench: Bench) -> 
     trainer.say("save 10")
     bench.until(lambda: commit.written_by(bench.directory, 1), "the part")
     writer.send_signal(signal.SIGTERM)
-    missing = "generation=step 10 of attempt 1 is not committed: the parts of rank(s) 0 of 2 are missing"
+    missing = "generation=step 10 of attempt 1 is not committed: the parts of rank 0 of 2 are missing"
     bench.until(lambda: missing in bench.said(), "what is missing")
     assert writer.poll() is None
     writer.kill()
@@ -350,7 +348,7 @@ def test_ranks_that_died_at_different_saves_still_make_a_checkpoint(bench: Bench
         assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10), 2)
     assert "rank=0" in bench.said()
-    assert "generation=step 20 of attempt 1 is not committed: the parts of rank(s) 1 of 2 are missing" in bench.said()
+    assert "generation=step 20 of attempt 1 is not committed: the parts of rank 1 of 2 are missing" in bench.said()
 
 
 def test_signals_for_trainers_do_not_end_it(bench: Bench) -> None:

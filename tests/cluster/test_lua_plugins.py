@@ -216,7 +216,7 @@ def test_the_guard_right_sizes_and_refuses(cluster: Cluster, wait_until: Any) ->
     for ask in asks:
         done = cluster.attempt("sbatch", "-n1", "-c10", ask, "--wrap=true", cwd=directory)
         assert done.returncode == 1, ask
-        assert "10 CPUs for 2 GPU(s) in partition gpu, where 4 for each GPU are allowed" in done.stderr
+        assert "10 CPUs for 2 GPUs in partition gpu, where 4 for each GPU are allowed" in done.stderr
         assert "Write --cpus-per-task=8" in done.stderr
         assert "(site rule: cpus_per_gpu)" in done.stderr
     assert cluster.attempt("sbatch", "-n1", "-c8", "--gpus=2", "--wait", "--wrap=exit 5", cwd=directory).returncode == 5

@@ -141,5 +141,5 @@ def stream_and_survive(cluster: Any, script: str, wait_until: Callable[..., None
     wait_until(lambda: not (job_directory / "address").exists(), timeout_s=60, what="the removal of the keys")
     assert not (job_directory / "dispatcher").exists()
     assert "80 steps, 1280 samples" in (job_directory / "master.log").read_text()
-    assert "started: it ended 1 time(s) in a row" in (job_directory / "master.log").read_text()
+    assert "started: it ended 1 time in a row" in (job_directory / "master.log").read_text()
     wait_until(lambda: not processes(f"file:{job_directory}/address"), timeout_s=60, what="the end of every process")

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from hetstream.base.errors import ConfigError
+from hetstream.base.text import count_words
 from tests.devcluster.network import ClusterNetwork
 
 # Slurm puts the name into SLURM_CLUSTER_NAME and file names, and turns it to lower case.
@@ -151,8 +152,8 @@ class ClusterSpec:
             raise ConfigError("--packing with --gpu-nodes=0: there are no GPUs to share")
         if self.cores and len(self.cores) < self.shape.num_nodes:
             raise ConfigError(
-                f"--own-cores: {len(self.cores)} core(s) for {self.shape.num_nodes} nodes: each needs one. Give fewer "
-                "nodes, or leave --own-cores out"
+                f"--own-cores: {count_words(len(self.cores), 'core')} for {self.shape.num_nodes} nodes: each needs one. Give "
+                "fewer nodes, or leave --own-cores out"
             )
 
     @property

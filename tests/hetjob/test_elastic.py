@@ -293,7 +293,7 @@ def test_a_companion_in_a_hole_leaves_before_its_end_and_another_takes_its_place
     assert world.dispatcher.drained == {"1000"}
     assert "--time-min=4" in world.submissions()[1], "the hole was as long as what was asked for, or longer"
     told = next(order for order in world.dispatcher.orders if order.action == "drain")
-    assert told.reason == "the time of 1 companion(s) ends in 9 s: they leave, 1 more take their places"
+    assert told.reason == "the time of 1 companion ends in 9 s: they leave, 1 more take their places"
     wait_until(lambda: job_ids(script.seen[-1].of(CompanionState.WORKING)) == ("1001",), what="it to work alone")
     elastic.stop()
     elastic.join()

@@ -269,9 +269,9 @@ def test_size_search_goes_on_while_the_speed_grows_with_the_cpus() -> None:
     assert run(Job(scale=1.0), Limits(0, 8, 1, 4), 200).controller.cpus == 4
     assert run(Job(scale=0.5), Limits(0, 8, 1, 4), 200).controller.cpus == 1
     search = SizeSearch(1, 6)
-    assert search.measured(10) == "1 CPU(s) make 10.0 steps/s: next 2 are tried"
-    assert search.measured(18) == "2 CPU(s) make 18.0 steps/s, 1.8 times what 1 make: next 4 are tried"
-    assert search.measured(25) == "4 CPU(s) make 25.0 steps/s, 1.4 times what 2 make: 2 it is"
+    assert search.measured(10) == "10.0 steps/s with 1 CPU: next 2 are tried"
+    assert search.measured(18) == "18.0 steps/s with 2 CPUs, 1.8 times as many as with 1: next 4 are tried"
+    assert search.measured(25) == "25.0 steps/s with 4 CPUs, 1.4 times as many as with 2: 2 it is"
     assert search.best == 2
     with pytest.raises(ValueError, match="is over"):
         search.measured(1)

@@ -78,7 +78,7 @@ def test_the_conversion_says_what_comes() -> None:
     plan = plan_of(
         "-p gpu", "--data-workers=2 --data-worker-partition=cpu --data-worker-cooldown=7 --gpu-data-workers=0-3"
     )
-    assert "0 to 3 companion job(s) with gpu:1 and 2 CPUs, one data worker each" in [one.change for one in plan.changes]
+    assert "0 to 3 companion jobs with gpu:1 and 2 CPUs, one data worker each" in [one.change for one in plan.changes]
     assert "--cooldown=7" in (plan.master_options or ()), "also where the other stage has a fixed size"
     assert len(plan.components) == 2, "the trainer does not wait for a GPU more"
 

@@ -63,7 +63,7 @@ def test_what_ends_is_started_again_after_a_delay_that_grows() -> None:
 def test_a_steady_life_forgives_earlier_failures() -> None:
     state = started()
     state.handle(ChildEnded(DISPATCHER, -9), 2)
-    assert state.handle(ClockReached(), 2.5) == [StartDispatcher("it ended 1 time(s) in a row")]
+    assert state.handle(ClockReached(), 2.5) == [StartDispatcher("it ended 1 time in a row")]
     state.handle(ChildEnded(DISPATCHER, -9), 2.5 + STEADY_AFTER_S)
     assert state.next_due() == 3.0 + STEADY_AFTER_S
 

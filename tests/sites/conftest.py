@@ -108,7 +108,7 @@ class Site:
         names = ("cpus", "cpus_free", "gpus", "gpus_free", "stranded_gpus", "stranded_cpus")
         assert self.totals(*names) == [96, 78, 8, 1, 1, 14]
         assert self.blockers(starved) == [
-            ("CPUs", "it needs 14 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 12 (gpu0)")
+            ("CPUs", "it needs 14 CPUs on a node; of 1 node with enough GPUs and memory the most free is 12 (gpu0)")
         ]
         (advice,) = self.told("advise")["advice"]
         assert (advice["job"], advice["step"]) == (starved, "#HETSTREAM --data-workers=3 --data-worker-partition=cpu")

@@ -58,7 +58,7 @@ def test_limits_strand_nothing_and_only_a_lack_of_cpus_is_advised_about(site: An
         assert (told, reason in text) == (kind, True)
         assert not site.facts(job)["conversion_helps"]
     assert site.blockers(starved) == [
-        ("CPUs", "it needs 14 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 12 (gpu0)")
+        ("CPUs", "it needs 14 CPUs on a node; of 1 node with enough GPUs and memory the most free is 12 (gpu0)")
     ]
     directive = "#HETSTREAM --data-workers=3 --data-worker-partition=cpu"
     assert site.facts(starved)["directive"] == directive

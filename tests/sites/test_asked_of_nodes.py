@@ -47,7 +47,7 @@ def test_nodes_with_too_little_disk_are_no_room(site: Any) -> None:
     ((kind, text),) = site.blockers(job)
     assert (kind, text) == (
         "CPUs",
-        "it needs 2 CPUs on a node; of 1 node(s) with enough memory the most free is 0 (so0)",
+        "it needs 2 CPUs on a node; of 1 node with enough memory the most free is 0 (so0)",
     )
     with pytest.raises(SlurmCommandError, match="configuration is not available"):
         site.submit("-pso", "-c2", "--tmp=4G", "-N2", *SMALL)

@@ -32,7 +32,7 @@ def test_a_job_with_memory_for_each_gpu_waits_for_cpus_alone(site: Any, how: str
     ((kind, text),) = site.blockers(job)
     assert (kind, text) == (
         "CPUs",
-        "it needs 8 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 3 (gpu0)",
+        "it needs 8 CPUs on a node; of 1 node with enough GPUs and memory the most free is 3 (gpu0)",
     )
     assert "for memory" not in site.facts(job)["conversion"]
     assert {row["job"]: row["waits_for"] for row in site.told("jobs")["jobs"]}[job] == "CPUs"

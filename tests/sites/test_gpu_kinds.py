@@ -47,7 +47,7 @@ def test_gpus_near_cores_are_counted_on_idle_mixed_and_full_nodes(site: Any, wai
     starved = site.submit("-wgpu0", "--gpus=1", "-c4", *SMALL)
     site.settle(**{starved: "PENDING Resources"})
     assert site.blockers(starved) == [
-        ("CPUs", "it needs 4 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 2 (gpu0)")
+        ("CPUs", "it needs 4 CPUs on a node; of 1 node with enough GPUs and memory the most free is 2 (gpu0)")
     ]
     short = ("--mem=1000", "--time=30")  # before the one that waits
     others = [site.submit("-wgpu0", "--gpus=1", "-c1", *short), site.submit("-wgpu1", "--gpus=3", "-c1", *short)]
@@ -89,7 +89,7 @@ def test_shards_count_against_the_type_of_their_gpu(site: Any) -> None:
     waiting = site.submit("-wgpu2", f"--gpus={shared}:2", "-N1", "-c1", *SMALL)
     site.settle(**{waiting: "PENDING Resources"})
     assert site.blockers(waiting) == [
-        ("GPUs", "it needs 2 GPUs on a node; of 1 node(s) with enough CPUs and memory the most free is 1 (gpu2)")
+        ("GPUs", "it needs 2 GPUs on a node; of 1 node with enough CPUs and memory the most free is 1 (gpu2)")
     ]
 
 
@@ -140,4 +140,4 @@ def test_a_simulation_of_the_site_knows_whole_gpus(site: Any, tmp_path: Path) ->
     jobs.write_text("submit_s,run_s,num_gpus\n0,60,1\n")
     found = site.told("simulate", str(jobs), "--from-slurm", "--policies=fixed", "--disciplines=fifo")
     assert found["summary"]["gpus"] == 14
-    assert any(note.startswith("4 MIG instances of 1 node(s) count as the whole GPUs") for note in found["notes"])
+    assert any(note.startswith("4 MIG instances of 1 node count as the whole GPUs") for note in found["notes"])

@@ -37,7 +37,7 @@ def test_whole_nodes_count_whole_and_hidden_jobs_count(site: Any) -> None:
             ("whole nodes", "it gets whole nodes (OverSubscribe=EXCLUSIVE), 1 of them: of 2 0 are idle")
         ]
         ((kind, text),) = site.blockers(second, nobody=nobody)
-        assert (kind, text) == ("CPUs", "it needs 16 CPUs on a node; of 1 node(s) with enough memory the most free is "
+        assert (kind, text) == ("CPUs", "it needs 16 CPUs on a node; of 1 node with enough memory the most free is "
                                 "0 (cpu3)")  # fmt: skip
         assert site.told("advise", nobody=nobody)["advice"] == []
         util = {one["partition"]: one for one in site.told("util", nobody=nobody)["groups"]}

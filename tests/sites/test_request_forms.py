@@ -167,7 +167,7 @@ def test_one_thread_of_each_core_takes_the_other_too(site: Any) -> None:
     job = site.submit("-pht", "-wht0", "-N1", "-n1", "-c6", "--hint=nomultithread", "--mem=100")
     site.settle(**{job: "PENDING Resources"})
     assert site.blockers(job) == [
-        ("CPUs", "it needs 12 CPUs (6 and what is beside them) on a node; of 1 node(s) with enough memory the most "
+        ("CPUs", "it needs 12 CPUs (6 and what is beside them) on a node; of 1 node with enough memory the most "
                  "free is 10 (ht0)")
     ]  # fmt: skip
 
@@ -212,7 +212,7 @@ def test_all_memory_of_a_node_is_that_of_any(site: Any) -> None:
     job = site.submit("-pmix", "--mem=0", "--time=10")
     site.settle(**{job: "PENDING Resources"})
     assert site.blockers(job) == [
-        ("memory", "it needs all memory of a node (--mem=0); of 6 node(s) with enough CPUs 0 have all of it free")
+        ("memory", "it needs all memory of a node (--mem=0); of 6 nodes with enough CPUs 0 have all of it free")
     ]
     held = site.submit("-pmix", "--mem=0", "--hold", "--time=10")
     site.run("scancel", job, last)

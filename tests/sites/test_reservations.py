@@ -38,10 +38,10 @@ def test_reserved_nodes_are_room_for_their_own_jobs_alone(site: Any) -> None:
     assert [(one["node"], one["state"]) for one in frag["left_out"]] == [("gpu1", "mixed+reserved")]
     assert [(one["gpus"], one["cpus"]) for one in frag["shapes"]] == [(2, 4)]
     assert site.blockers(second) == [
-        ("GPUs", "it needs 2 GPUs on a node; of 1 node(s) with enough CPUs and memory the most free is 1 (gpu0)")
+        ("GPUs", "it needs 2 GPUs on a node; of 1 node with enough CPUs and memory the most free is 1 (gpu0)")
     ]
     assert site.blockers(second_inside) == [
-        ("CPUs", "it needs 4 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 2 (gpu1)")
+        ("CPUs", "it needs 4 CPUs on a node; of 1 node with enough GPUs and memory the most free is 2 (gpu1)")
     ]
     directive = "#HETSTREAM --data-workers=1 --data-worker-partition=cpu --data-worker-reservation=none"
     assert site.facts(second_inside)["directive"] == directive
@@ -97,7 +97,7 @@ def test_jobs_in_an_active_maintenance_and_in_one_of_several_reservations(site: 
         either = site.submit("--reservation=course,maintenance", "-pgpu", "-c2", *SMALL)
         site.settle(**{second: "PENDING Resources", either: "RUNNING"})
         assert site.blockers(second) == [
-            ("CPUs", "it needs 10 CPUs on a node; of 1 node(s) with enough memory the most free is 6 (cpu3)")
+            ("CPUs", "it needs 10 CPUs on a node; of 1 node with enough memory the most free is 6 (cpu3)")
         ]
         assert site.facts(outside)["fits_on"] == []
         left_out = {one["node"]: one["state"] for one in site.told("frag")["left_out"]}

@@ -156,7 +156,7 @@ def test_a_magnetic_reservation_of_a_group_is_room_for_its_members_alone(site: A
         if site.state(stranger) == "RUNNING None":
             return  # this slurmctld finds nobody in the group, and admits everybody then (seen on 24.11)
         ((kind, text),) = site.blockers(stranger)
-        assert (kind, text.split(" of ")[1]) == ("CPUs", "1 node(s) with enough memory the most free is 0 (cpu0)")
+        assert (kind, text.split(" of ")[1]) == ("CPUs", "1 node with enough memory the most free is 0 (cpu0)")
         member = as_nobody(site, "-pcpu", "-c2")
         assert site.state(member).startswith("RUNNING") or site.facts(member)["fits_on"] == ["cpu1"]
     finally:
@@ -172,7 +172,7 @@ def test_cpus_that_a_partition_gives_twice_are_free_twice(site: Any) -> None:
     job = site.submit("-pforce", "-n12", *SMALL)
     site.settle(**{job: "PENDING Resources"})
     assert site.blockers(job) == [
-        ("CPUs", "it needs 12 CPUs on a node; of 1 node(s) with enough memory the most free is 8 (cpu1)")
+        ("CPUs", "it needs 12 CPUs on a node; of 1 node with enough memory the most free is 8 (cpu1)")
     ]
 
 
@@ -199,7 +199,7 @@ def test_where_nothing_is_free_that_is_said_of_each_resource(site: Any) -> None:
     job = site.submit("-pgpu", "-wgpu0", "-n1", "-c4", "--gres=gpu:1", *SMALL)
     site.settle(**{job: "PENDING Resources"})
     assert site.blockers(job) == [
-        ("GPUs", "it needs 1 GPU(s), 4 CPU(s), 100 MB on a node; of 1 node(s) that could give that, free in all: "
+        ("GPUs", "it needs 1 GPU, 4 CPUs, 100 MB on a node; of 1 node that could give that, free in all: "
          "no GPUs, no CPUs, 63,900 MB on 1 (enough on 1)")
     ]  # fmt: skip
     told = site.told("jobs")

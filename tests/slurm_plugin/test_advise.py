@@ -46,7 +46,7 @@ def test_a_running_job_holds_the_cpus_of_free_gpus() -> None:
     waiting = job(2, "PENDING", 4, 1)
     (one,) = [line for line in advise(cluster(running, waiting, nodes=(node(0, 3),)), {}) if line.basis == "shape"]
     assert (one.job, one.cpus_freed, one.gpus_unlocked, one.gpu_hours_per_day) == ("1", 14, 3, 72.0)
-    assert "16 CPUs for 1 GPU(s) a node, beside 3 free GPU(s)" in one.text
+    assert "16 CPUs for 1 GPU a node, beside 3 free GPUs" in one.text
 
 
 def test_who_says_that_he_serves_the_job_of_somebody_else_does_not_hide_its_advice() -> None:
@@ -137,7 +137,7 @@ def test_what_past_jobs_propose_is_a_table_of_its_own() -> None:
     (row,) = following.rows
     assert (row["name"], row["num_jobs"]) == ("train.sbatch", 1)
     assert row["directive"] == "#HETSTREAM --data-workers=0-8 --data-worker-cpus=4 --trainer-cpus=3"
-    assert "job 8, had 6 data worker(s) of 4 CPUs for 2 GPU(s)" in row["text"]
+    assert "job 8, had 6 data workers of 4 CPUs for 2 GPUs" in row["text"]
     assert not any("past job" in note for note in shown.notes)
 
 
@@ -146,7 +146,7 @@ def test_what_past_jobs_propose_is_a_table_of_its_own() -> None:
     [
         (Remembered(), "nothing is proposed from history"),
         (Remembered(problem="job history /x is damaged"), "damaged"),
-        (Remembered(num_unreadable=3), "3 damaged record(s) of the job history are left out"),
+        (Remembered(num_unreadable=3), "3 damaged records of the job history: left out"),
     ],
 )
 def test_without_a_history_advise_says_so(history: Remembered, said: str) -> None:

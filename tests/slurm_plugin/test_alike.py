@@ -88,7 +88,7 @@ def test_a_proposal_counts_data_workers_by_gpu() -> None:
     assert four is not None
     assert (two.data_workers, four.data_workers, two.num_jobs) == (8, 15, 5)
     assert two.directive == "#HETSTREAM --data-workers=0-8 --data-worker-cpus=4 --trainer-cpus=3"
-    assert "5 past job(s)" in two.reason
+    assert "5 past jobs" in two.reason
 
 
 def test_memory_is_proposed_where_it_was_measured() -> None:
@@ -365,12 +365,12 @@ def test_convert_auto_adds_what_past_jobs_had(tmp_path: Path) -> None:
     leave(tmp_path, "12")
     (tmp_path / "other.sbatch").write_text(SCRIPT)
     unlike = convert(tmp_path, "other.sbatch")
-    assert "none of 1 past job(s) is like other.sbatch" in unlike.stderr
+    assert "of 1 past job none is like other.sbatch" in unlike.stderr
     assert unlike.stdout == SCRIPT
     found = convert(tmp_path, "--data-worker-partition=cpu", "train.sbatch")
     assert found.returncode == 0
     assert "--auto: --data-workers=0-8 --data-worker-cpus=4 --trainer-cpus=3" in found.stderr
-    assert "1 past job(s) like it (train.sbatch)" in found.stderr
+    assert "1 past job like it (train.sbatch)" in found.stderr
     assert "--companions=8" in found.stdout
     own = convert(tmp_path, "--data-worker-partition=cpu", "--data-workers=0-3", "train.sbatch")
     assert "--companions=3" in own.stdout
@@ -392,7 +392,7 @@ def test_the_script_of_another_project_does_not_decide(tmp_path: Path) -> None:
     assert "--data-workers=0-75" in found.stderr
     stranger = convert(theirs, "train.sbatch", history=tmp_path)
     assert (stranger.returncode, stranger.stdout) == (0, tiny)
-    assert "none of 5 past job(s) is like train.sbatch" in stranger.stderr
+    assert "of 5 past jobs none is like train.sbatch" in stranger.stderr
     leave(theirs, "99", data_workers=2)  # an older release says less, and where it lies is known
     own = convert(theirs, "--data-worker-partition=cpu", "train.sbatch", history=tmp_path)
     assert "--data-workers=0-3 " in own.stderr
@@ -415,7 +415,7 @@ def test_without_a_proposal_auto_says_so_and_leaves_the_script_alone(tmp_path: P
     options = [] if where == "script" else ["--data-worker-partition=cpu"]
     found = convert(tmp_path, *options, "train.sbatch")
     assert (found.returncode, found.stdout) == (0, body)
-    said = {"none": "nothing is proposed from history", "unlike": "none of 1 past job(s) is like train.sbatch",
+    said = {"none": "nothing is proposed from history", "unlike": "of 1 past job none is like train.sbatch",
             "nothing gained": "no data workers are proposed"}[past_job]  # fmt: skip
     assert said in found.stderr
     assert "--data-workers=MIN[-MAX] is missing" in found.stderr

@@ -222,6 +222,6 @@ def test_disk_that_a_job_asks_for_is_of_the_node_whoever_uses_it() -> None:
     found = explain(job, node("n"), small)
     assert (found.fits_on, kinds(found)) == ((), ["size"])
     assert found.blockers[0].text == (
-        "it needs 1 node(s) with 1 CPU(s), 0 MB, 1,000 MB of disk (--tmp); 0 of 2 that it may use have that at all"
+        "it needs 1 node with 1 CPU, 0 MB, 1,000 MB of disk (--tmp); 0 of 2 that it may use have that at all"
     )
     assert kinds(explain(job, small, replace(large, states=frozenset({"DOWN"})))) == ["nodes"]

@@ -174,7 +174,7 @@ def test_what_is_no_promise_in_the_file_is_said_once_and_begins_anew(
     with Store(tmp_path) as store:
         assert store.promises().keys() == {"1"}
     assert len(caplog.records) == 1
-    assert "of 1 job(s) it is no promise that is kept there, and they begin anew: job='2' has (" in caplog.text
+    assert "of 1 job it is no promise that is kept there, and they begin anew: job='2' has (" in caplog.text
     database = sqlite3.connect(tmp_path / STATE_FILE)
     database.execute("drop table promises")  # as a daemon of before has left it
     database.close()

@@ -70,7 +70,7 @@ def test_elapsed_raw_decides_how_long_a_job_ran(name: str, place: str, zone: Cal
         assert told == [], "there every time has a meaning that fits"
     elif end - start != elapsed_s and place != "America/New_York":
         assert told == [
-            f"1 job(s) ran for another time than from Start to End (first line 2: {end - start:,.0f} s from Start to "
+            f"1 job ran for another time than from Start to End (first line 2: {end - start:,.0f} s from Start to "
             f"End, ElapsedRaw {elapsed_s:,} s), after a clock change or because they were suspended: ElapsedRaw counts"
         ]
     assert submit <= start

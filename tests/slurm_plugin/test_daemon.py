@@ -240,7 +240,7 @@ def test_what_the_command_says(
     done = slurm.run(f"site daemon --dry-run --allocate --state-dir {state} --address {local.address}")
     assert done.returncode == 0, done.stderr
     assert "would allocate as user id" in done.stdout
-    assert "would divide 88 CPUs of cpu among 0 job(s), and tell them" in done.stdout
+    assert "would divide 88 CPUs of cpu among 0 jobs, and tell them" in done.stdout
     assert not state.exists(), "a dry run leaves nothing"
     alone = slurm.run(f"site status --address {local.address}")
     assert alone.returncode == 1
@@ -253,7 +253,7 @@ def test_what_the_command_says(
     status = slurm.run(f"site status --json --address {local.address}")
     report = json.loads(status.stdout)
     assert report["summary"]["mode"] == "allocate"
-    assert report["jobs"][0]["reason"] == "11 of 20: 88 CPUs are shared by 1 job(s), its weight is 4"
+    assert report["jobs"][0]["reason"] == "11 of 20: 88 CPUs are shared by 1 job, its weight is 4"
     assert "11 of 20" in slurm.run(f"site status --address {local.address}").stdout
     done = slurm.run(f"site daemon -n --json --state-dir {state} --address {local.address}")
     assert json.loads(done.stdout)["jobs"][0]["limit"] == 11

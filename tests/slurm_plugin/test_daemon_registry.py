@@ -67,7 +67,7 @@ def test_shares_follow_the_weights_and_change_at_most_once_a_second(registry: Re
     assert granted(registry, 1, 2, 201.1).limit == 2
     answer = granted(registry, 2, 2, 201.1)
     assert (answer.limit, answer.next_s) == (6, ReportIntervals.report_s)
-    assert answer.reason == "6 of 8: 32 CPUs are shared by 2 job(s), its weight is 3"
+    assert answer.reason == "6 of 8: 32 CPUs are shared by 2 jobs, its weight is 3"
     assert registry.wait_shares() == {"1": 0.5, "2": 0.5}
 
 
@@ -499,7 +499,7 @@ def test_a_daemon_goes_on_counting_since_when_a_job_starves_and_has_what_it_has(
         assert store.times() == {"1": Times()}
         store.save({"1": None})
         assert store.times() == {}
-    assert "of 1 job(s) a time that is kept is none: job='1'" in caplog.text
+    assert "of 1 job a time that is kept is none: job='1'" in caplog.text
 
 
 def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_64_nodes_are_one_short_answer() -> None:
         done = run(record.environment(os.environ), "frag")
         after = os.times()
         assert done.returncode == 0, done.stderr
-        assert "on 64 node(s)" in done.stdout
+        assert "on 64 nodes" in done.stdout
         assert "gpu[0-31]" in done.stdout
         used = after.children_user + after.children_system - before.children_user - before.children_system
         print(f"CPU {used:.3f} s, wall {after.elapsed - before.elapsed:.3f} s")

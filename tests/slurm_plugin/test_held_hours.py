@@ -108,7 +108,7 @@ def test_a_simulation_knows_each_size_of_a_job(start: str, elapsed: int) -> None
     second = f"7|7|COMPLETED|1795003610|{start}|1795007220|{elapsed}|1|2|cpu=2,gres/gpu=1"
     found, notes = sizes(first, second)
     assert found == [(0, 10, 3610, 2), (3610, 3610, 7220, 1)]
-    assert "1 job(s) were resized: each of their sizes counts as a job, submitted when it began" in notes
+    assert "resized: 1 job; each of their sizes counts as a job, submitted when it began" in notes
     assert not [note for note in notes if "ElapsedRaw" in note]
 
 
@@ -119,4 +119,4 @@ def test_a_simulation_says_which_starts_of_requeued_jobs_it_leaves_out() -> None
     last = "7|7|COMPLETED|1795000210|1795000300|1795000400|100|1|2|cpu=2,gres/gpu=1"
     found, notes = sizes(before, requeued, last)
     assert found == [(0, 90, 190, 1)]
-    assert "2 earlier run(s) of requeued jobs are left out: each job counts with its last start" in notes
+    assert "left out: 2 earlier runs of requeued jobs; each job counts with its last start" in notes

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetstream.base.text import count_words
 from hetstream.hetjob.convert.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from hetstream.slurm_plugin.cli.report import report_report
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
@@ -117,7 +118,7 @@ def test_lacks_is_what_lets_a_waiting_job_start(
         assert shown[row.node] == row.lacking
         wanted = f" for want of {row.lacking}" if row.lacking else ""
         assert f"{node.name}: {node.cpus_free} of 16 CPUs and {node.gpus_free()} of 4 GPUs free, " in text
-        assert f", {row.stranded_gpus} GPU(s) stranded{wanted}" in text
+        assert f", {count_words(row.stranded_gpus, 'GPU')} stranded{wanted}" in text
         assert advised.get(str(100 + number), 0) == would_unlock(node, row, jobs, snapshot)
         if not row.stranded_gpus:
             continue
@@ -194,7 +195,7 @@ def test_advise_and_the_page_say_the_same() -> None:
     text = page(seen, [seen.sample])
     sentence = report_report(seen, ()).lines[0]
     assert f"<h1>{sentence}</h1>" in text, "the command begins with the page's sentence"
-    assert "2 GPU(s) stranded for want of CPUs" in text
+    assert "2 GPUs stranded for want of CPUs" in text
     assert '<td data-label="Lacks"><span>CPUs</span></td>' in text.split("Worst nodes")[1].split("</table>")[0]
 
 

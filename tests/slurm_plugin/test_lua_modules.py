@@ -109,14 +109,14 @@ def test_cpus_per_gpu(lua: object, fields: str, keep: int | None) -> None:
         ("num_tasks = 16", "shrink", ["0 nil nil"]),
         ('cpus_per_tres = "gres:gpu:16"', "refuse", ["Write --cpus-per-gpu=4, and", "-1 gres:gpu:16 nil"]),
         ('tres_per_task = "cpu:16"', "refuse", ["Write --cpus-per-task=8, and", "-1 nil cpu:16"]),
-        ("num_tasks = 16", "refuse", ["16 CPUs for 2 GPU(s) in partition gpu", "-1 nil nil"]),
+        ("num_tasks = 16", "refuse", ["16 CPUs for 2 GPUs in partition gpu", "-1 nil nil"]),
         ("num_tasks = 8", "refuse", ["0 nil nil"]),
         ("num_tasks = 16, cpus_per_task = 1", "refuse", ["Ask for fewer tasks", "-1 nil nil"]),
         ("num_tasks = 16, cpus_per_task = 1", "shrink", ["0 nil nil"]),
         ("num_tasks = 1, pn_min_cpus = 9", "refuse", ["Remove --mincpus", "-1 nil nil"]),
         ("num_tasks = 1, pn_min_cpus = 9", "shrink", ["Remove --mincpus", "-1 nil nil"]),
         ("num_tasks = 1, min_cpus = 9", "refuse", ["Remove --mincpus", "-1 nil nil"]),
-        ("num_tasks = 2, min_nodes = 2, pn_min_cpus = 5", "refuse", ["10 CPUs for 2 GPU(s)", "-1 nil nil"]),
+        ("num_tasks = 2, min_nodes = 2, pn_min_cpus = 5", "refuse", ["10 CPUs for 2 GPUs", "-1 nil nil"]),
         ("num_tasks = 2, cpus_per_task = 4, min_cpus = 8, pn_min_cpus = 4", "refuse", ["0 nil nil"]),
     ],
 )
@@ -243,7 +243,7 @@ def test_the_default_partition_counts_and_a_refusal_says_what_to_write(lua: obje
     text += "local parts = {cpu = {flag_default = 0}, gpu = {flag_default = 1}}\n"
     text += 'print(slurm_job_submit(job{cpus_per_task = 16, tres_per_job = "gres/gpu:1"}, parts, 1000))'
     assert lua(text) == [  # type: ignore[operator]
-        "user: hetstream: 16 CPUs for 1 GPU(s) in partition gpu, where 4 for each GPU are allowed. Write "
+        "user: hetstream: 16 CPUs for 1 GPU in partition gpu, where 4 for each GPU are allowed. Write "
         "--cpus-per-task=4, and let data workers load the data: #HETSTREAM --data-workers=0-4 "
         "(site rule: cpus_per_gpu)",
         "-1",

@@ -88,7 +88,7 @@ def test_what_nobody_knows_is_an_average_and_said_to_be() -> None:
     jobs = jobs_report(list(seen.jobs), seen, False)
     assert jobs.summary["gpus_held"] == pytest.approx(4 / 7, abs=1e-4)
     assert [row["gpus"] for row in jobs.sections[0].rows] == [0.2857, 0.2857]
-    assert sum(NO_TYPE in note and note.startswith("of 2 job(s)") for note in jobs.notes) == 1
+    assert sum(NO_TYPE in note and note.startswith("of 2 jobs") for note in jobs.notes) == 1
     util = util_report(list(from_queue(seen.jobs)), Window(NOW_S - 60, NOW_S), "partition", seen, None)
     assert sum(NO_TYPE in note for note in util.notes) == 1
     assert util.summary["gpu_allocated_share"] == pytest.approx((4 / 7) / (8 / 7), abs=1e-4)

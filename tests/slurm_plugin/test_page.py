@@ -219,7 +219,7 @@ def test_clusters_with_little_to_show() -> None:
     seen = clusters.observation(gpus=False)
     text = page(seen, [seen.sample])
     assert "No node has GPUs." in text
-    assert "1 reading(s) so far: a history needs two" in text
+    assert "1 reading so far: a history needs two" in text
     empty = observe(replace(seen.snapshot, jobs=(), nodes=(), partitions=(), config={}), {})
     text = page(empty, [empty.sample, replace(empty.sample, taken_s=clusters.NOW_S + 60)])
     assert text.count("No job waits for resources.") == 2

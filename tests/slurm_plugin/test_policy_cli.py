@@ -94,7 +94,7 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
     text = policy(slurm, local, "--job 2").stdout
     assert "remaining work: 0:00:10 at full speed by --total-steps of the script" in text
     assert "all that it wants: 11" in text
-    assert "2 of 11: 88 CPUs are shared by 2 job(s), its weight is 1" in text
+    assert "2 of 11: 88 CPUs are shared by 2 jobs, its weight is 1" in text
 
     done = policy(slurm, local, "srtf --user-cap 16 --tenant-cap nobody=8 --network-gbps 25")
     assert "network: data workers may use 50% of each node's 25 Gb/s" in done.stdout

@@ -80,7 +80,7 @@ def test_what_no_division_can_give_is_told_with_its_proof() -> None:
     """Three nodes have 48 CPUs, and it may have two of them."""
     found = explain(pending(**RANGE | {"num_cpus": 40, "num_tasks": 40, "likely_nodes": 1}), *FOUR[:3])
     assert (found.blockers[0].kind, found.blockers[0].text) == (
-        "size", "it needs 40 CPU(s); of 3 node(s) that it may use 2 of them together have less"
+        "size", "it needs 40 CPUs; of 3 nodes that it may use 2 of them together have less"
     )  # fmt: skip
     # Of 8 tasks of 12 CPUs each of 4 nodes has one, though together they have enough CPUs for 5.
     assert kind(SPREAD["-n8 -c12"], *FOUR) == "size"
@@ -96,7 +96,7 @@ def test_nodes_of_different_sizes_share_unevenly() -> None:
     assert kind(job, large, small) == "scheduler"
     busy = explain(job, replace(large, cpus_allocated=2), small)
     assert (busy.blockers[0].kind, busy.blockers[0].text) == (
-        "CPUs", "it needs 24 CPU(s) on 2 node(s), divided as Slurm likes; so much is not free on so many: of 2 node(s) "
+        "CPUs", "it needs 24 CPUs on 2 nodes, divided as Slurm likes; so much is not free on so many: of 2 nodes "
         "that could give a part, free in all: 22 CPUs on 2, 128,000 MB on 2"
     )  # fmt: skip
     # Slurm takes no job of 16 tasks on one node where none has more than 8 CPUs: this one may have two.
@@ -119,7 +119,7 @@ def test_each_of_two_types_is_counted() -> None:
     taken = replace(mixed, gres_used=(Gres("gpu", "v100", 1),))
     found = explain(job, taken, plain)
     assert (found.blockers[0].kind, found.blockers[0].text) == (
-        "GPUs", "it needs gpu:a100:2, gpu:v100:2 on a node; of 1 node(s) with enough CPUs and memory too few have "
+        "GPUs", "it needs gpu:a100:2, gpu:v100:2 on a node; of 1 node with enough CPUs and memory too few have "
         "them free"
     )  # fmt: skip
     over_nodes = pending(gres_per_job=(Gres("gpu", "a100", 3), Gres("gpu", "v100", 3)))
@@ -176,9 +176,7 @@ def test_memory_goes_with_the_cpus_of_a_core() -> None:
     everything = pending(memory_mb=256000, all_memory=True)
     assert explain(everything, large, small).fits_on == ("small",)
     found = explain(everything, large, replace(small, memory_allocated_mb=1)).blockers[0]
-    assert found.text == (
-        "it needs all memory of a node (--mem=0); of 2 node(s) with enough CPUs 0 have all of it free"
-    )
+    assert found.text == ("it needs all memory of a node (--mem=0); of 2 nodes with enough CPUs 0 have all of it free")
     assert kind(pending(memory_mb=640000, num_cpus=16, num_tasks=16, memory_per_cpu_mb=40000), FOUR[0],
                 config={"SelectTypeParameters": "CR_CORE"}) == "scheduler"  # fmt: skip
 
@@ -254,7 +252,7 @@ def test_room_in_uneven_parts_is_room() -> None:
     # Of three nodes of these four Slurm tells both of a job that says no number and of one that may have three.
     found = explain(replace(some, max_nodes=None), *nodes).blockers[0]
     assert (found.kind, found.text) == (
-        "node count", "there is room now on more than the 3 node(s) that are likely; only Slurm knows whether it may "
+        "node count", "there is room now on more than the likely 3 nodes; only Slurm knows whether it may "
         "have them; no job is ahead"
     )  # fmt: skip
     assert kind(replace(some, num_nodes=3, max_nodes=None), *nodes) == "CPUs"
@@ -275,8 +273,7 @@ def test_four_gpus_for_four_tasks_need_not_be_on_one_node() -> None:
     found = explain(job, *(replace(each, gres_used=taken) for each in FOUR))
     assert found.shape.is_guess
     assert found.blockers[0].text == (
-        "it needs 4 GPUs on a node if it gets one alone; of 4 node(s) with enough CPUs and memory the most free is 2 "
-        "(n0)"
+        "it needs 4 GPUs on a node if it gets one alone; of 4 nodes with enough CPUs and memory the most free is 2 (n0)"
     )
     alone = explain(replace(job, num_tasks=1, cpus_per_task=4), *(replace(each, gres_used=taken) for each in FOUR))
     assert not alone.shape.is_guess
@@ -296,7 +293,7 @@ def test_no_more_nodes_have_too_little_than_there_are() -> None:
     job = pending(num_nodes=1, likely_nodes=1, max_nodes=4, num_cpus=40, num_tasks=40)
     (found,) = explain(job, *FOUR[:2]).blockers
     assert (found.kind, found.text) == (
-        "size", "it needs 40 CPU(s); of 2 node(s) that it may use 2 of them together have less",
+        "size", "it needs 40 CPUs; of 2 nodes that it may use 2 of them together have less",
     )  # fmt: skip
 
 

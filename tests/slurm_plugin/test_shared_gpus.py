@@ -49,7 +49,7 @@ def test_trainers_that_leave_their_gpus_idle_are_named_with_what_the_packer_woul
         assert (row.job, row.user, row.gpus, row.wait_share) == ("2", "alice", 2, 0.6)
         return row.verdict
 
-    assert verdict(gpu(), gpu(closed="of guaranteed jobs that say nothing")) == "yes: 1 of 2 GPU(s), up to 64.4 GB"
+    assert verdict(gpu(), gpu(closed="of guaranteed jobs that say nothing")) == "yes: 1 of 2 GPUs, up to 64.4 GB"
     assert verdict() == "not now: its nodes tell nothing of its GPUs (hetstream internal gpu-report)"
     assert verdict(gpu(), age_s=31.0) == "not now: its node told of it 31 s ago"
     crowded = gpu(sharing=(SharingNow("8"), SharingNow("9")))

@@ -249,7 +249,7 @@ def test_a_reservation_to_come_keeps_its_nodes_from_jobs_that_would_not_have_end
     assert found(free, busy, time_limit_s=3601.0) == found(free, busy) == found(free) == kept
     inside = found(free, busy, reservation="upkeep")[1]
     assert inside.endswith("0 of 0 in use could give that, and b,c is not in its reservation upkeep")
-    assert found(node("c", used=12), busy)[1].startswith("it needs 8 CPUs on a node; of 1 node(s) with enough")
+    assert found(node("c", used=12), busy)[1].startswith("it needs 8 CPUs on a node; of 1 node with enough")
 
 
 def test_data_workers_of_a_job_in_a_reservation_are_told_to_stay_out_of_it() -> None:

@@ -86,7 +86,7 @@ def test_one_resource_is_lacking() -> None:
     found = explain(pending(8), node("g0", 4, 4), node("g1", 0, 0))
     assert kinds(found) == ["CPUs"]
     assert found.blockers[0].text == (
-        "it needs 8 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 4 (g0)"
+        "it needs 8 CPUs on a node; of 1 node with enough GPUs and memory the most free is 4 (g0)"
     )
     assert kinds(explain(pending(4), node("g0", 8, 4, memory_mb=50))) == ["memory"]
     assert kinds(explain(pending(4, 2), node("g0", 8, 1))) == ["GPUs"]
@@ -114,7 +114,7 @@ def test_causes_are_all_the_resources_of_which_more_would_do() -> None:
 def test_no_resource_alone_would_do() -> None:
     found = explain(pending(8), node("g0", 4, 0))
     assert found.blockers[0].text == (
-        "it needs 1 GPU(s), 8 CPU(s), 100 MB on a node; of 1 node(s) that could give that, free in all: "
+        "it needs 1 GPU, 8 CPUs, 100 MB on a node; of 1 node that could give that, free in all: "
         "no GPUs, 4 CPUs on 1 (enough on 0), 1,000 MB on 1 (enough on 1)"
     )
 
@@ -125,8 +125,8 @@ def test_what_is_free_of_each_is_told_and_the_scarcest_first() -> None:
     seen = explain(pending(8), node("g0", 4, 0), node("g1", 16, 0, memory_mb=50), node("g2", 2, 4, memory_mb=50))
     assert kinds(seen) == ["GPUs"]
     assert seen.blockers[0].text.endswith(
-        "of 3 node(s) that could give that, free in all: 4 GPUs on 1 (enough on 1), 22 CPUs on 3 (enough on 1), "
-        "1,100 MB on 3 (enough on 1), but not enough of all on the same node(s)"
+        "of 3 nodes that could give that, free in all: 4 GPUs on 1 (enough on 1), 22 CPUs on 3 (enough on 1), "
+        "1,100 MB on 3 (enough on 1), but not enough of all on the same node"
     )
     none = explain(pending(8), node("g0", 0, 0), node("g1", 0, 0))
     assert kinds(none) == ["GPUs"]
@@ -136,8 +136,8 @@ def test_what_is_free_of_each_is_told_and_the_scarcest_first() -> None:
     pairs = [replace(one, name=f"{one.name}{letter}") for one in nodes for letter in "ab"]
     gang = explain(pending(16, num_nodes=2, memory_mb=200), *pairs)
     assert kinds(gang) == ["GPUs", "gang"]
-    assert "on a node, on 2 at once; of 6 node(s)" in gang.blockers[0].text
-    assert gang.blockers[0].text.endswith("but not enough of all on the same node(s)")
+    assert "on a node, on 2 at once; of 6 nodes" in gang.blockers[0].text
+    assert gang.blockers[0].text.endswith("but not enough of all on the same node")
 
 
 def test_what_is_free_of_types_and_of_nodes_for_others_is_told() -> None:
@@ -149,7 +149,7 @@ def test_what_is_free_of_types_and_of_nodes_for_others_is_told() -> None:
     found = explain(mine, typed[0], typed[1], replace(typed[2], owner="bob"))
     assert kinds(found) == ["GPUs"]
     assert found.blockers[0].text.endswith(
-        "of 3 node(s) that could give that, and others have 1 for themselves, free in all: "
+        "of 3 nodes that could give that, and others have 1 for themselves, free in all: "
         "no a100 GPUs, 8 CPUs on 2 (enough on 0), 2,000 MB on 2 (enough on 2)"
     )
 
@@ -184,10 +184,10 @@ def test_a_component_that_no_node_can_hold_is_said_to_be_and_holds_up_the_others
     nodes = (node("g0", 16, 4), replace(node("c0", 16, 0), partitions=("cpu",)))
     found = explain(workers, *nodes, others=(trainer,))
     assert kinds(found) == ["size", "limit"]
-    assert "it needs 1 node(s) with 64 CPU(s)" in found.blockers[0].text
+    assert "it needs 1 node with 64 CPUs" in found.blockers[0].text
     held_up = explain(trainer, *nodes, others=(workers,))
     assert kinds(held_up) == ["component"]
-    assert "it starts together with 70+1, and that waits: it needs 1 node(s) with 64 CPU(s)" in held_up.blockers[0].text
+    assert "it starts together with 70+1, and that waits: it needs 1 node with 64 CPUs" in held_up.blockers[0].text
     small = replace(workers, num_cpus=4, cpus_per_task=4, memory_mb=4, reason="Resources")
     assert kinds(explain(trainer, *nodes, others=(small,))) != ["component"]
 
@@ -196,7 +196,7 @@ def test_beside_stranded_gpus_a_job_waits_for_what_strands_them() -> None:
     """One node has GPUs and no CPUs, the other CPUs and no GPUs."""
     found = explain(pending(8, 1), node("g0", 2, 4), node("g1", 16, 0))
     assert kinds(found) == ["CPUs", "GPUs"]
-    assert "of 1 node(s) with enough" in found.blockers[0].text
+    assert "of 1 node with enough" in found.blockers[0].text
 
 
 def test_after_a_requeue_nobody_is_told_of_a_begin_option() -> None:
@@ -222,7 +222,7 @@ def test_there_is_room_but_others_go_first() -> None:
     ahead = pending(4, job_id=5, priority=200)
     assert kinds(explain(pending(), node("g0", 16, 4))) == ["scheduler"]
     found = explain(pending(reason="Priority"), node("g0", 16, 4), others=(ahead,))
-    assert (kinds(found), found.blockers[0].text) == (["priority"], "there is room now; 1 job(s) are ahead, first 5")
+    assert (kinds(found), found.blockers[0].text) == (["priority"], "there is room now; 1 job ahead, first 5")
     planned = replace(ahead, start_s=NOW_S + 600, planned_nodes=("g0",))
     found = explain(pending(reason="Priority", time_limit_s=3600.0), node("g0", 16, 4), others=(planned,))
     assert kinds(found) == ["backfill"]
@@ -262,7 +262,7 @@ def test_a_limit_is_proposed_only_where_it_would_let_the_job_start() -> None:
     strict = Snapshot(
         NOW_S, "24.11", "t", (hour, plan), nodes, (Partition("gpu", ()),), {"SchedulerType": "sched/builtin"}
     )
-    assert Explainer(strict).explain(hour).blockers[0].text == "there is room now; 1 job(s) are ahead, first 5"
+    assert Explainer(strict).explain(hour).blockers[0].text == "there is room now; 1 job ahead, first 5"
     starved, cpus = pending(14, time_limit_s=300.0), node("g0", 4, 2)
     beside = replace(plan, start_s=NOW_S + 600)
     for kind, helps in (("sched/backfill", True), ("sched/builtin", False)):
@@ -526,7 +526,7 @@ def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..
         assert (facts["conversion_helps"], facts["fits_on"]) == (True, [])
         assert facts["directive"] == "#HETSTREAM --data-workers=2 --data-worker-partition=cpu"
         text = run(devcluster.env, "why", gpus).stdout
-        assert "of 2 node(s) with enough CPUs and memory the most free is 3" in text
+        assert "of 2 nodes with enough CPUs and memory the most free is 3" in text
         assert "scontrol release" in run(devcluster.env, "why", held).stdout
         both = run(devcluster.env, "why", het).stdout
         assert "all components start together" in both

@@ -27,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hetstream.base.text import count_words
 from hetstream.checkpoint.memory.store_files import FALLBACK
 from tests.checkpoint.mounted import fill, mounted_memory
 from tests.checkpoint.pairs import writer
@@ -118,7 +119,7 @@ def _told(first: Sequence[Mapping[str, Any]], second: Mapping[str, Any]) -> str:
         return f"begins anew, {last} steps are lost"
     if second["bits"] != taken[step]["bits"]:
         return f"WRONG: step {step} is restored with other bits"
-    behind = "the last step" if step == last else f"{last - step} step(s) before the last"
+    behind = "the last step" if step == last else f"{count_words(last - step, 'step')} before the last"
     left = ". The launcher dies, and the program is not told" if any("is_left" in line for line in first) else ""
     return f"{behind}, from {second['source']}{left}"
 

@@ -58,7 +58,7 @@ def in_ranks(num_ranks: int, function: Callable[..., None], *args: Any) -> None:
         codes = {ranks[pid]: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in ranks)}
     failed = {rank: code for rank, code in codes.items() if code}
     if failed:
-        raise SystemExit(f"rank(s) failed: {failed}")
+        raise SystemExit(f"failed ranks: {failed}")
 
 
 class Net(nn.Module):

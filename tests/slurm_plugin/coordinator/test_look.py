@@ -105,7 +105,7 @@ def test_what_cannot_be_is_not_shown_as_if_it_had_been_said() -> None:
 
 def test_the_table_for_people_marks_who_is_slower_than_alone() -> None:
     lines = render(shared())
-    assert lines[0] == "gpu0  1 GPU(s) shared"
+    assert lines[0] == "gpu0  1 GPU shared"
     assert lines[1].startswith(
         f"{GPU}  18.3 GB of 34.4 GB free; mini-batches take 100.0 ms alone and +2.6% beside others"
     )

@@ -583,7 +583,7 @@ def test_a_node_with_parts_of_gpus_takes_nobody(site: Site) -> None:
     [
         ({"comment": "hetstream:gpus=many"}, "write a number"),
         ({"comment": "hetstream:gpu-memory=big"}, "write a size such as 16G"),
-        ({"comment": "hetstream:gpus=3"}, "it needs 3 GPU(s) of one node at once, and 2 of 2 could take it now"),
+        ({"comment": "hetstream:gpus=3"}, "it needs 3 GPUs of one node at once, and 2 of 2 could take it now"),
         ({"comment": "mine hetstream:hold"}, "who lets it wait for its turn by: scontrol release 7"),
         ({"reason": "JobHeldAdmin"}, "an operator holds it, who hands it back by: scontrol uhold 7"),
         ({"dependency": "afterok:3"}, "it waits for afterok:3"),

@@ -742,7 +742,7 @@ def test_a_job_with_a_reservation_takes_its_gpus_and_no_others(site: Site, monke
     slurm.ask(4, reservation="r", num_nodes=2)  # released, they would keep quota for ever
     site.quotas = Quotas({"a": 9, "b": 9}, 600.0, ("gpu",))
     assert site.look() == ["granted 1", "reserved 2", "waits 3", "waits 4"]
-    assert "it asks for 3 GPUs on 1 node(s) or more, and its reservation has 2 on 1: r" in site.events[2].reason
+    assert "it asks for 3 GPUs on 1 node or more, and its reservation has 2 on 1: r" in site.events[2].reason
 
 
 def test_an_upgraded_job_is_protected_later_where_the_number_comes_later(sharing: Site) -> None:

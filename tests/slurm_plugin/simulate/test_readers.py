@@ -104,7 +104,7 @@ def test_the_components_of_a_heterogeneous_job_are_one_gang() -> None:
     assert (load.units[0], load.gpus[0], load.recorded.cpus[0]) == (1, 2, 8)
     # 32 CPUs in all, with which it is 80 % busy; its trainers keep 3 for each GPU.
     assert (load.ideal_cpus[0], load.trainer_cpus[0]) == (40, 6)
-    assert "1 job(s) heterogeneous, of which a component did not run and end, and are left out" in trace.notes
+    assert "1 job heterogeneous, of which a component did not run and end: left out" in trace.notes
     scenario = Scenario("recorded", Request.RECORDED, Discipline.EASY)
     outcome = simulate(load, workload.parse("gpus=2,cpus=12;3*cpus=8"), scenario)
     assert outcome.end_s - outcome.start_s == pytest.approx([3602, 600]), "as fast as it was, with all of its CPUs"
@@ -151,8 +151,8 @@ def test_a_sites_export_has_what_really_happened() -> None:
     assert load.work_s.tolist() == [2880, 600]
     assert load.memory_gib.tolist() == [8, 0]
     assert load.limit_s.tolist() == [5400, np.inf]
-    assert "1 job(s) never started and are left out" in trace.notes
-    assert "1 job(s) still ran and are left out" in trace.notes
+    assert "1 job never started: left out" in trace.notes
+    assert "1 job still ran: left out" in trace.notes
 
 
 def test_an_export_without_use_of_gpus_is_told_apart() -> None:
@@ -192,7 +192,7 @@ def test_all_problems_of_an_export_come_at_once_with_their_lines() -> None:
 def test_bad_lines_can_be_left_out_and_are_counted() -> None:
     trace = read_trace("p", PHILLY + "9,1,-1,1,a\n", options=ReadOptions(skip_bad=True))
     assert len(trace.workload) == 2
-    assert "1 line(s) are wrong and left out" in trace.notes
+    assert "left out as wrong: 1 line" in trace.notes
 
 
 def test_a_value_that_is_too_long_costs_its_line_and_no_other() -> None:
@@ -206,7 +206,7 @@ def test_a_value_that_is_too_long_costs_its_line_and_no_other() -> None:
     assert [problem.split(":")[0] for problem in problems_of(wrong)] == ["line 2", "line 6"]
     trace = read_trace("month.txt", long, options=ReadOptions(skip_bad=True))
     assert trace.workload.names == ("1",)
-    assert "1 line(s) are wrong and left out" in trace.notes
+    assert "left out as wrong: 1 line" in trace.notes
     assert csv.field_size_limit() == 131_072, "the limit of other readers is as before"
 
 
@@ -322,7 +322,7 @@ def test_instances_of_mig_are_the_gpus_that_they_make_up(gres: str, drained: str
     found = workload.of_nodes([divided])
     assert found.gpus.tolist() == [gpus]
     (note,) = found.notes
-    assert note.startswith(f"{divided.mig} MIG instances of 1 node(s) count as the whole GPUs")
+    assert note.startswith(f"{divided.mig} MIG instances of 1 node count as the whole GPUs")
 
 
 def test_what_a_reservation_keeps_is_a_part_of_the_cluster() -> None:

@@ -114,7 +114,7 @@ def test_jobs_that_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "jobs.csv"
     path.write_text(JOBS + "huge,0,100,99,1,1\n")
     assert main(["simulate", str(path), "--cluster", CLUSTER, "--policies", "tuned", "--disciplines", "fifo"]) == 0
-    assert "1 job(s) left out; huge is larger than the cluster: not enough GPUs" in capsys.readouterr().err
+    assert "1 job left out; huge is larger than the cluster: not enough GPUs" in capsys.readouterr().err
 
 
 def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.files import Directory, make_private
 from hetstream.base.installed import install_command
 from hetstream.base.process import with_job
-from hetstream.base.text import duration_words, printable, size_words
+from hetstream.base.text import count_words, duration_words, list_words, printable, size_words
 from hetstream.checkpoint.config import DIRECTORY, NO_JOB
 from hetstream.checkpoint.disk.commit import problem_of_latest
 from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory, Partial
@@ -51,7 +51,7 @@ from hetstream.hetjob.job.job import (
     setting,
     start,
 )
-from hetstream.slurm_plugin.cli.screen import add_wide_argument, wants_color, width_of
+from hetstream.slurm_plugin.cli.screen import wants_color, width_of_output
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, table
 from hetstream.slurm_plugin.submit.program import own_program
@@ -82,7 +82,6 @@ def add_ckpt_ls_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = CKPT_LS_EPILOG
     parser.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="checkpoint directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    add_wide_argument(parser)
     parser.set_defaults(run=run_ckpt_ls)
 
 
@@ -101,7 +100,7 @@ def run_ckpt_ls(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(directory, checkpoints, partials, stores, lineage, now_s), indent=1))
         return 0
-    color, width = wants_color(), width_of(args)
+    color, width = wants_color(), width_of_output()
     if directory:
         print("\n".join(disk_table(directory.path, checkpoints, partials, lineage, now_s, color, width)))
         problem = printable(problem_of_latest(directory.path))
@@ -224,8 +223,7 @@ def _missing(part: Partial) -> str:
     missing = list(itertools.islice((rank for rank in range(part.world_size) if rank not in there), 11))
     if not missing:
         return "complete but not committed; hetstream ckpt gc commits it"
-    named = ", ".join(map(str, missing[:10])) + (" and more" if len(missing) > 10 else "")
-    return f"rank(s) {named} of {part.world_size} missing"
+    return f"{list_words('rank', missing)} of {part.world_size} missing"
 
 
 def _as_json(
@@ -724,7 +722,7 @@ def _convert(source: Source, args: argparse.Namespace) -> dict[str, Any]:
         tensors = content.tensors
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         keys = ", ".join(content.state)
-        what = f"{len(tensors)} tensor(s), {size_words(num_bytes)}, under {keys[:200]}"
+        what = f"{count_words(len(tensors), 'tensor')}, {size_words(num_bytes)}, under {keys[:200]}"
         target = args.target
         if not args.dry_run:
             target = write(content, args.to, target, step=args.as_step)

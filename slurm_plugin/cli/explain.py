@@ -17,7 +17,7 @@ from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.partitioner.analysis import Findings
 from hetstream.mpi_dataworkers.partitioner.cut import CutDecision
 from hetstream.mpi_dataworkers.partitioner.program import Kind
-from hetstream.slurm_plugin.cli.screen import wants_color, width_of
+from hetstream.slurm_plugin.cli.screen import wants_color, width_of_output
 from hetstream.slurm_plugin.render.tables import Column, Report, Section, as_json, as_table
 
 # Data workers that are reckoned with where the user names no number.
@@ -37,9 +37,8 @@ def run_explained(args: argparse.Namespace) -> int:
     if data_workers < 1:
         raise UsageError(f"--data-workers={data_workers}: at least 1")
     found = _findings(command, args.offload or "auto")
-    args.wide = False  # of hetstream run, which has no other table
     report = report_of(found, found.decide(data_workers, args.offload == "all"))
-    print("\n".join(as_table(report, wants_color(), width_of(args))))
+    print("\n".join(as_table(report, wants_color(), width_of_output())))
     if args.json:
         args.json.write_text(as_json(report) + "\n")
     return 0

@@ -38,7 +38,7 @@ from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.wire.messages import Status
 from hetstream.slurm_plugin.cli.cluster_source import read_cluster_or_jobs
 from hetstream.slurm_plugin.cli.output import meta_of
-from hetstream.slurm_plugin.cli.screen import add_wide_argument, check_interval, show_again
+from hetstream.slurm_plugin.cli.screen import check_interval, show_again
 from hetstream.slurm_plugin.client.accounting import (
     JobUse,
     Times,
@@ -130,7 +130,6 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON: one object, with --watch and --events one a line")
     parser.add_argument("--service", metavar="file:FILE", help="address file of a dispatcher (or HETSTREAM_SERVICE)")
     parser.add_argument("--events", action="store_true", help="what happened in it, oldest first, each with its cause")
-    add_wide_argument(parser)
     logs = parser.add_argument_group("logs")
     logs.add_argument("--logs", action="store_true", help="its logs: the last lines of each, or all of those named")
     logs.add_argument("-n", "--lines", type=int, metavar="N", help=f"so many last lines (default {_DEFAULT_LINES})")

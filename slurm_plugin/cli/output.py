@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.slurm_plugin.cli.screen import add_wide_argument, say, wants_color, width_of
+from hetstream.slurm_plugin.cli.screen import say, wants_color, width_of_output
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot, names_of
 from hetstream.slurm_plugin.client.read import sees_everything
@@ -28,7 +28,7 @@ exit codes:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, csv: bool = False) -> None:
-    """Declare `--json`, `--wide`, and of a verb whose first table somebody may want in a spreadsheet `--csv`."""
+    """Declare `--json`, and of a verb whose first table somebody may want in a spreadsheet `--csv`."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--json", action="store_true", help="print one JSON document; meta.version says which keys to expect"
@@ -37,7 +37,6 @@ def add_output_arguments(parser: argparse.ArgumentParser, csv: bool = False) -> 
         form.add_argument("--csv", action="store_true", help="print the first table as comma-separated values")
     else:
         parser.set_defaults(csv=False)
-    add_wide_argument(form)
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +62,7 @@ def emit(args: argparse.Namespace, report: Report) -> None:
     if args.csv:
         print(as_csv(report), end="")
     else:
-        print("\n".join(as_table(report, wants_color(), width_of(args))))
+        print("\n".join(as_table(report, wants_color(), width_of_output())))
     sys.stdout.flush()
     for note in [*_source_notes(report.meta), *report.notes]:
         say(printable(note))

@@ -18,17 +18,12 @@ Seen = TypeVar("Seen")
 Render = Callable[[Seen, bool, "int | None"], Sequence[str]]
 
 
-def add_wide_argument(parser: argparse._ActionsContainer) -> None:
-    """Declare `--wide`."""
-    parser.add_argument("--wide", action="store_true", help="all columns of tables, however wide the terminal is")
-
-
-def width_of(args: argparse.Namespace) -> int | None:
-    """Return the width of the terminal; None where all is to be shown.
+def width_of_output() -> int | None:
+    """Return the width of the terminal; None where it is none.
 
     A pipe has room, whatever `COLUMNS` says: a program that uses readline sets it to 80 for those that it starts.
     """
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() and not args.wide else None
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def wants_color() -> bool:
@@ -43,13 +38,12 @@ def say(note: str) -> None:
 
 
 def add_screen_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--once`, `--json`, `--interval` and `--wide`."""
+    """Declare `--once`, `--json` and `--interval`."""
     parser.add_argument("--once", action="store_true", help="show it once")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="S", help="seconds between two tables (default 2)"
     )
-    add_wide_argument(parser)
 
 
 def check_interval(args: argparse.Namespace) -> None:
@@ -73,7 +67,7 @@ def show_again(
     """Show what there is once, or until the user has seen enough.
 
     Args:
-        args: with `json`, `interval` and `wide`.
+        args: with `json` and `interval`.
         look: asked for what to show, each time.
         encode: what is seen -> JSON on one line.
         render: what is seen, as lines of text.
@@ -86,7 +80,7 @@ def show_again(
         _draw_again(args, look, render)
     while True:
         seen = look()
-        print(encode(seen) if args.json else "\n".join(render(seen, wants_color(), width_of(args))), flush=True)
+        print(encode(seen) if args.json else "\n".join(render(seen, wants_color(), width_of_output())), flush=True)
         if once:
             return 0
         sleep_in_parts(args.interval)
@@ -103,7 +97,7 @@ def _draw_again(args: argparse.Namespace, look: Callable[[], Seen], render: Rend
     try:
         with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
             while True:
-                lines = render(seen, wants_color(), width_of(args))
+                lines = render(seen, wants_color(), width_of_output())
                 height = shutil.get_terminal_size().lines
                 shown = lines if len(lines) <= height else [*lines[: height - 1], f"... {len(lines) - height + 1} more"]
                 drawn = Text.from_ansi("\n".join(shown), no_wrap=True, overflow="crop")

@@ -104,7 +104,7 @@ def table(
                 text = f"{_INDENT}{columns[place].title.lower()}: {row[place][0]}"
                 lines += wrapped(text, width, len(_INDENT) + 2)
     if layout.left_out:
-        lines += wrapped(f"left out: {', '.join(layout.left_out)} (--wide shows all)", width)
+        lines += wrapped(f"left out: {', '.join(layout.left_out)} (| less -S shows all)", width)
     return lines
 
 

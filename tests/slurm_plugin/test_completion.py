@@ -110,7 +110,7 @@ def test_verbs_and_actions_are_completed_and_internal_ones_are_not(complete: Com
 
 @needs("zsh")
 def test_zsh_finds_it_by_its_name_and_shows_what_options_mean(scripts: Path) -> None:
-    argv = ["zsh", "-f", "-c", ZSH, "zsh", str(scripts), "hetstream why --", "--wide"]
+    argv = ["zsh", "-f", "-c", ZSH, "zsh", str(scripts), "hetstream why --", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert re.search(r"--fresh +-- ask slurmctld", done.stdout), done.stdout + done.stderr
 
@@ -121,5 +121,5 @@ def test_fish_completes_the_same(scripts: Path) -> None:
     script = f"source {scripts / 'hetstream.fish'}; complete -C 'hetstream why --'; complete -C 'hetstream gpu '"
     done = subprocess.run(["fish", "--no-config", "-c", script], capture_output=True, text=True, timeout=60, check=True)
     offered = {line.split("\t")[0] for line in done.stdout.splitlines()}
-    assert {"--help", "--fresh", "--json", "--csv", "--wide", "jobs", "suspend"} <= offered
+    assert {"--help", "--fresh", "--json", "--csv", "jobs", "suspend"} <= offered
     assert "--exclusive" not in offered

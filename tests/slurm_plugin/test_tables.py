@@ -59,11 +59,11 @@ def test_no_word_is_broken_and_no_line_is_too_long_at_any_width(width: int) -> N
 
 
 def test_columns_of_the_highest_number_go_first_and_sentences_then_stand_below() -> None:
-    assert table(COLUMNS, ROWS, color=False, width=50)[-1] == "left out: NAME (--wide shows all)"
+    assert table(COLUMNS, ROWS, color=False, width=50)[-1] == "left out: NAME (| less -S shows all)"
     narrow = table(COLUMNS, ROWS, color=False, width=30)
     assert narrow[0] == "JOB   NAME    CPUS  MEMORY"
     assert narrow[2].startswith("    because: it needs")
-    assert table(COLUMNS, ROWS, color=False, width=20)[-2:] == ["left out: NAME", "  (--wide shows all)"]
+    assert table(COLUMNS, ROWS, color=False, width=20)[-2:] == ["left out: NAME (|", "  less -S shows all)"]
 
 
 def test_a_name_that_is_longer_than_the_terminal_is_cut_and_a_wide_one_counts_its_cells() -> None:
@@ -123,7 +123,7 @@ def cluster(tmp_path: Path) -> Recorded:
 def test_each_table_fits_eighty_columns(cluster: Recorded, line: str) -> None:
     shown = cluster.run(line, COLUMNS="80", NO_COLOR="1")
     assert [one for one in shown.stdout.splitlines() if len(one) > 80] == []
-    wide = cluster.run(f"{line} --wide", COLUMNS="80", NO_COLOR="1").stdout
+    wide = cluster.run(line, COLUMNS="1000", NO_COLOR="1").stdout
     assert "left out:" not in wide
     # Times go on between the two.
     words = {word for word in shown.stdout.split("left out:")[0].split() if not any(map(str.isdigit, word))}

@@ -13,7 +13,7 @@ rank for which a message lies that was never received, and the launcher then kil
 counted (`_Messages`), and before a rank ends it takes as many as the others have sent to it.
 
 Headers have no seal (`auth.py`): a rank and its peers are processes that one launcher has started, and who can change
-what they send each other is inside the MPI library or its network. docs/decisions/0001 says what that means.
+what they send each other is inside the MPI library or its network. docs/decisions.md says what that means.
 
 Everything is sent on `COMM_WORLD`, with tags of 2^20 and more: making a communicator would have to wait for ranks that
 make no loader.

@@ -152,8 +152,8 @@ class ClusterSpec:
             raise ConfigError("--packing with --gpu-nodes=0: there are no GPUs to share")
         if self.cores and len(self.cores) < self.shape.num_nodes:
             raise ConfigError(
-                f"--own-cores: {count_words(len(self.cores), 'core')} for {self.shape.num_nodes} nodes: each needs one. Give "
-                "fewer nodes, or leave --own-cores out"
+                f"--own-cores: {count_words(len(self.cores), 'core')} for {self.shape.num_nodes} nodes: each needs "
+                "one. Give fewer nodes, or leave --own-cores out"
             )
 
     @property

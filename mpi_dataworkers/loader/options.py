@@ -39,7 +39,6 @@ from hetstream.mpi_dataworkers.process.config import (
     compression_from_environment,
     identity_from_environment,
     parse_cache,
-    quarantine_dir_from_environment,
     service_from_environment,
     transports_from_environment,
 )
@@ -426,8 +425,8 @@ class LoaderOptions:
             where there are two, on both in any case.
         sample_timeout_s: a data worker that is at one sample for longer hangs: its process is replaced, and the attempt
             counts.
-        quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from
-            HETSTREAM_QUARANTINE_DIR, else no file is written.
+        quarantine_dir: folder where `quarantine` writes a JSON line for each sample; None: no file is
+            written.
         verify: have a worker process of torch make some steps of the first pass and one of each later pass, too, and
             compare; a difference raises `PipelineError`, which names the field and both values.
         batch_stage: picklable function of a batch, called after `collate_fn` with each one where it is made, in data
@@ -648,10 +647,9 @@ class LoaderOptions:
 
     def quarantine_file(self, identity: TrainerIdentity) -> Path | None:
         """Where quarantined samples are written down, if anywhere."""
-        directory = quarantine_dir_from_environment() if self.quarantine_dir is None else self.quarantine_dir
-        if directory is None or self.on_error != "quarantine":
+        if self.quarantine_dir is None or self.on_error != "quarantine":
             return None
-        return quarantine_file(Path(directory), identity)
+        return quarantine_file(Path(self.quarantine_dir), identity)
 
     def check(self, known: Callable[[], tuple[int, int] | None]) -> TrainerIdentity:
         """Check every keyword, and the environment that stands in for those not given.

@@ -7,7 +7,6 @@ HETSTREAM_CACHE_BYTES    bytes of finished batches a data worker process keeps f
 HETSTREAM_CACHE          memory:SIZE or DIR[:SIZE]: where the deterministic front of samples is kept (default: nowhere)
 HETSTREAM_TRANSPORT      transports on which batches may come, with commas: mpi, shm, ipc, tcp (default: all but mpi)
 HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
-HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
 HETSTREAM_IN_PROCESS_LOADERS  1: the start-up hook streams loaders with num_workers=0, too (default: not)
@@ -350,11 +349,6 @@ def metrics_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[s
     """Return where the dispatcher serves metrics, or None for nowhere."""
     value = environ.get("HETSTREAM_METRICS_PORT")
     return metrics_address(value, "environment variable HETSTREAM_METRICS_PORT") if value else None
-
-
-def quarantine_dir_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Folder where loaders write down the samples that they quarantine."""
-    return environ.get("HETSTREAM_QUARANTINE_DIR") or None
 
 
 class CachePlace(NamedTuple):

@@ -37,10 +37,6 @@ PACKING_ENVIRONMENT = """\
 # QOS whose jobs are opportunistic, as in policy.lua. The packer holds who came past the guard into one.
 #HETSTREAM_OPPORTUNISTIC_QOS="scavenge"
 
-# So many seconds a batch script of these partitions waits before it starts without a GPU: within them the packer takes
-# back a job that it did not place. It looks every 10 s.
-#HETSTREAM_UNPLACED_S=30
-
 # Partitions whose jobs share their GPU with opportunistic ones. Where these jobs train, an agent tells the coordinator
 # when they need the GPU. Jobs of other partitions are left as they are, and nobody launches on their GPUs.
 #HETSTREAM_SHARED_PARTITIONS="gpu"

@@ -253,9 +253,7 @@ def test_an_empty_dataset_may_be_shuffled(order: dict[str, Any]) -> None:
     assert list(DataLoader(datasets.Augmented(0), shuffle=True, **order)) == []
 
 
-def test_a_quarantine_folder_that_cannot_be_written_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quarantine_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         OptionsError, match=r"batch_size=0.*; quarantine_dir='.*/file': .* cannot be written: File exist"
@@ -263,9 +261,8 @@ def test_a_quarantine_folder_that_cannot_be_written_is_refused_at_once(
         DataLoader(DATA, batch_size=0, on_error="quarantine", quarantine_dir=tmp_path / "file")
     with pytest.raises(OptionsError, match=r"cannot be written: File exists"):
         DataLoader(DATA, on_error="quarantine", quarantine_dir=tmp_path / "file")
-    monkeypatch.setenv("HETSTREAM_QUARANTINE_DIR", str(tmp_path / "file" / "below"))
     with pytest.raises(OptionsError, match="cannot be written: Not a directory"):
-        DataLoader(DATA, on_error="quarantine")
+        DataLoader(DATA, on_error="quarantine", quarantine_dir=tmp_path / "file" / "below")
     DataLoader(DATA, on_error="skip")
     # A folder that lets nobody make a file, whoever asks: only trying shows it.
     with pytest.raises(OptionsError, match=r"quarantine_dir='/proc': /proc/one.rank0.jsonl cannot be written: "):

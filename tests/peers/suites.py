@@ -729,23 +729,16 @@ def tables() -> str:
     versions = {version: None for run in runs.values() for version in run["versions"].split(", ")}
     lines += ["", f"Run between {dates[0]} and {dates[-1]} with {', '.join(versions)}."] if dates else []
     for suite in known:
-        named = [(file, name, one) for file, outcomes in expected(suite.name).items() for name, one in outcomes.items()]
         plain = expected(suite.plain) if suite.plain else {}
         failed = [
             f"`{name}`"
             + ("" if plain.get(file, {}).get(name, "failed") == "passed" or not plain else " (without, too)")
-            for file, name, one in named
-            if one == "failed"
+            for file, outcomes in expected(suite.name).items()
+            for name, outcome in outcomes.items()
+            if outcome == "failed"
         ]
-        reasons = excluded(suite.name)
-        if not failed and not reasons:
-            continue
-        lines += ["", f"### {suite.name}: {suite.title}", ""]
-        for reason, patterns in reasons.items():
-            names = [name for _, name, one in named if one == "excluded" and is_excluded(name, {reason: patterns})]
-            lines.append(f"* Excluded, {len(names)}: {reason}. {', '.join(f'`{pattern}`' for pattern in patterns)}.")
         if failed:
-            lines.append(f"* Failed, {len(failed)}: {', '.join(failed)}.")
+            lines += ["", f"{suite.name}: failed, {len(failed)}: {', '.join(failed)}."]
     return "\n".join(lines)
 
 

@@ -211,15 +211,21 @@ def tables(outcomes: Mapping[str, str]) -> str:
         whose = ", ".join(f"{framework} ({_ranks(*sizes)})" for framework, sizes in frameworks.items())
         text += [f"### {whose}", "", *_HEAD, *rows, ""]
     text += ["### While the writer starts, ends, or is not there", ""]
+    sizes: dict[tuple[str, ...], list[int]] = {}
     for size in SIZES:
-        text += [f"DDP, {_ranks(size)}:", "", *_HEAD, *_rows(outcomes, "DDP", size, writer.EVENTS), ""]
+        sizes.setdefault(tuple(_rows(outcomes, "DDP", size, writer.EVENTS)), []).append(size)
+    for rows, alike_sizes in sizes.items():
+        text += [f"DDP, {_ranks(*alike_sizes)}:", "", *_HEAD, *rows, ""]
     return "\n".join(text)
 
 
 def _rows(outcomes: Mapping[str, str], framework: str, size: int, events: Iterable[str]) -> Iterator[str]:
+    alike: dict[str, list[str]] = {}
     for event in events:
         row = [outcomes[Cell(framework, size, event, way).name] for way in WAYS]
-        yield f"| {event} | {' | '.join(row)} |"
+        alike.setdefault(" | ".join(row), []).append(event)
+    for row_text, whose in alike.items():
+        yield f"| {'; '.join(whose)} | {row_text} |"
 
 
 def _ranks(*sizes: int) -> str:

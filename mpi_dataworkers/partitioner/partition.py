@@ -452,7 +452,7 @@ def _arguments(module: torch.nn.Module, inputs: Callable[[Any], Any], batch: Any
         inspect.signature(module.forward).bind(*args)
     except TypeError as error:
         raise OptionsError(
-            f"partition(): {type(module).__name__}.forward does not take {count_words(len(args), 'argument')}: "
+            f"partition(): {type(module).__name__}.forward does not take these {count_words(len(args), 'argument')}: "
             f"{error}. Say what the training loop gives it, such as inputs=lambda batch: (batch['x'], batch['y'])"
         ) from error
     return args

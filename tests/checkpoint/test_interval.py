@@ -55,7 +55,7 @@ def test_no_bound_is_broken(cost_s: float, persist_s: float, step_s: float, mtbf
     assert interval_s * (1 + 1e-9) >= persist_s
     assert cost_s / interval_s <= overhead * (1 + 1e-9)
     assert chosen.bound_by in ("failures", "overhead", "persist")
-    assert str(chosen.num_steps) in chosen.reason
+    assert f"{chosen.num_steps:,}" in chosen.reason
 
 
 @pytest.mark.parametrize(

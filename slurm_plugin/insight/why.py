@@ -740,10 +740,7 @@ class Explainer:
         # Slurm has no arrays of heterogeneous jobs: there they join as companions.
         least = 0 if job.array_job_id is not None else min(wanted, room)
         counts = f"{least}-{wanted}" if least < wanted else str(wanted)
-        workers = (
-            f"{min(wanted, room)} of {count_words(wanted, 'data worker')} of "
-            f"{count_words(DEFAULT_DATA_WORKER_CPUS, 'CPU')}"
-        )
+        workers = f"{min(wanted, room)} of {count_words(wanted, 'data worker')} of {DEFAULT_DATA_WORKER_CPUS} CPUs"
         return Remedy(
             True,
             f"{start}, and {workers} in partition {place}",

@@ -47,6 +47,7 @@ from hetstream.slurm_plugin.install.installation import (
     HOOKS,
     LUA_DIR,
     SETTINGS_OF_USR,
+    WAS_THERE,
     Action,
     as_json,
     hook_lines,
@@ -185,8 +186,11 @@ def report(verb: str, actions: list[Action], notes: list[str], args: argparse.Na
         print(as_json(verb, actions, notes, dry_run=args.dry_run))
         return
     would = "would " if args.dry_run else ""
+    were_there = [action.path for action in actions if action.why == WAS_THERE]
+    if were_there:
+        print(f"{would}keep {count_words(len(were_there), 'file')} of the same text, such as {were_there[0]}")
     for action in actions:
-        if action.what in ("keep", "leave") and not action.why:
+        if action.why == WAS_THERE or (action.what in ("keep", "leave") and not action.why):
             continue
         print(f"{would}{action.what} {action.path}{f' ({action.why})' if action.why else ''}")
     sys.stdout.flush()

@@ -44,6 +44,7 @@ HOOKS = {
 }
 RECORD = "share/hetstream/install.json"
 RECORD_VERSION = 1
+WAS_THERE = "was there already"
 _MOST_RECORD_BYTES = 1 << 20
 # What belongs to /usr has its settings in /etc: https://refspecs.linuxfoundation.org/FHS_3.0/fhs/ch03s07.html
 SETTINGS_OF_USR = Path("/etc/hetstream")
@@ -270,7 +271,7 @@ def _plan(
         if (str(path) in moved and str(path) not in record.moved) or present is None:
             actions.append(Action("create", str(path)))
         elif present == _sha256(text):
-            actions.append(Action("keep", str(path), "" if str(path) in record.files else "was there already"))
+            actions.append(Action("keep", str(path), "" if str(path) in record.files else WAS_THERE))
         elif present == record.files.get(str(path)):
             actions.append(Action("replace", str(path)))
         else:

@@ -159,7 +159,8 @@ def _compared(loaders: Sequence[Mapping[str, Any]]) -> str:
     compared, differing = (
         sum(loader.get(name, 0) for loader in loaders) for name in ("compared_steps", "differing_steps")
     )
-    return f", {compared} steps compared with the program's own, {differing} differed" if compared else ""
+    steps = count_words(compared, "step")
+    return f", {steps} compared with the program's own, {differing} differed" if compared else ""
 
 
 def _cached(loaders: Sequence[Mapping[str, Any]]) -> str:

@@ -81,7 +81,7 @@ def duration_words(seconds: float) -> str:
     return str(timedelta(seconds=int(min(seconds, _LONGEST_S))))
 
 
-def count_words(number: int, noun: str) -> str:
+def count_words(number: float, noun: str) -> str:
     """`1 job`, `2,000 jobs`, `3 processes`."""
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"

@@ -177,16 +177,17 @@ def _lines(found: Fragmentation) -> list[str]:
     if found.elsewhere:
         cpus, gpus = (sum(getattr(row, what) for row in found.elsewhere) for what in ("cpus", "gpus"))
         where = f"{count_words(len(found.elsewhere), 'node')} on which no other job can start"
-        lines.append(f"of these {cpus:,} CPUs and {gpus:,} GPUs are held on {where}")
+        lines.append(f"of these {count_words(cpus, 'CPU')} and {count_words(gpus, 'GPU')} are held on {where}")
     if not found.gpu_nodes:
         if any(node.gpus for node in found.left_out):
             return [*lines, "no node in use has GPUs: there is no indicator. Check: sinfo -R"]
         return [*lines, "no node has GPUs: there is no indicator. Check: scontrol show node | grep Gres"]
     mean_abs, mean = found.mean_abs_indicator or 0.0, found.mean_indicator or 0.0
     nodes = count_words(len(found.gpu_nodes), "node")
+    gpus, cpus = count_words(total("stranded_gpus"), "GPU"), count_words(total("stranded_cpus"), "CPU")
     return [
         *lines,
-        f"stranded: {total('stranded_gpus'):,} GPUs, {total('stranded_cpus'):,} CPUs that no pending job can use",
+        f"stranded: {gpus}, {cpus} that no pending job can use",
         f"{nodes} with GPUs: FRAG {signed(mean)} on average ({mean_abs:.2f} without signs); "
         f"{percent(found.share_without_cpus or 0)} have no CPU left for their GPUs (a quarter free or more), "
         f"{percent(found.share_without_gpus or 0)} no GPU left for their CPUs",
@@ -210,7 +211,7 @@ def _notes(found: Fragmentation, nodes: Sequence[Node]) -> list[str]:
     if kept:
         cpus = sum(part.cpus_free for node in kept for part in node.reserved_parts)
         where = compress(node.name for node in kept)
-        notes.append(f"{cpus:,} CPUs of {where} are kept by reservations and do not count")
+        notes.append(f"kept by reservations, and not counted: {count_words(cpus, 'CPU')} of {where}")
     owned = [node for node in nodes if node.name in names and (node.owner or node.mcs_label)]
     if any(node.cpus_free or node.gpus_free() for node in owned):
         cpus, gpus = sum(node.cpus_free for node in owned), sum(node.gpus_free() for node in owned)
@@ -424,7 +425,8 @@ def jobs_report(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
     suspended = f"{summary['num_suspended']:,} suspended, " if summary["num_suspended"] else ""
     revoked = f", {summary['num_revoked']:,} in other clusters of the federation" if summary["num_revoked"] else ""
     line = (
-        f"{summary['num_running']:,} running with {cpus:,} CPUs{used} and {summary['gpus_held']:,} GPUs, "
+        f"{summary['num_running']:,} running with {count_words(cpus, 'CPU')}{used} and "
+        f"{count_words(summary['gpus_held'], 'GPU')}, "
         f"{suspended}{completing}{summary['num_pending']:,} pending{revoked}"
     )
     companions = any(row["companion_of"] for row in rows)

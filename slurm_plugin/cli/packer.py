@@ -291,9 +291,7 @@ def jobs_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], mi
     """Return all jobs as a table."""
     rows = [_row(job, waits.get(name, "")) for name, job in seen.jobs.items()]
     num_waiting = sum(bool(row["reason"]) for row in rows)
-    lines = [
-        f"{count_words(len(rows), 'opportunistic job')}, of which {num_waiting} wait; {_gpus_in_words(seen.state)}"
-    ]
+    lines = [f"{count_words(len(rows), 'opportunistic job')}, {num_waiting} waiting; {_gpus_in_words(seen.state)}"]
     columns = (
         Column("job", "JOB", left=True), Column("user", "USER", left=True), Column("state", "STATE", left=True),
         Column("gpus", "GPUS"), Column("gpu_memory_gib", "GIB EACH", show=lambda value: f"{value:.1f}", priority=1),
@@ -366,8 +364,8 @@ def job_report(
         Column("wait_share", "TRAINER WAITS", show=percent), Column("verdict", "VERDICT", left=True, wraps=True),
     )  # fmt: skip
     place = f" on {row['place']}" if row["place"] else ""
-    each = f"{count_words(job.wish.gpus, 'GPU')} with {job.wish.gpu_bytes / _GIB:.1f} GiB each"
-    asks = f"{each} on each of {count_words(max(1, job.job.num_nodes), 'node')}"
+    asks = f"{count_words(job.wish.gpus, 'GPU')} with {job.wish.gpu_bytes / _GIB:.1f} GiB"
+    asks += f" on each of {job.job.num_nodes} nodes" if job.job.num_nodes > 1 else ""
     lines = [f"job {job.name} of {job.job.user}: {row['state']}{place}", f"asks for  {asks}"]
     lines += [f"waits     {row['reason']}"] if row["reason"] else []
     lines += [f"upgrade   {row['not_upgraded']}"] if row["not_upgraded"] else []

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-from hetstream.base.text import duration, printable
+from hetstream.base.text import count_words, duration, printable
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.errors import QuotaError
@@ -165,8 +165,8 @@ class QuotaJob:
     @property
     def wants(self) -> str:
         """How many GPUs it is to have, in words."""
-        took = self.gpus <= self.took_gpus
-        return f"it {'took' if took else 'asks for'} {self.gpus} GPUs{' when it was started' if took else ''}"
+        gpus = count_words(self.gpus, "GPU")
+        return f"it took {gpus} when it was started" if self.gpus <= self.took_gpus else f"it asks for {gpus}"
 
     @property
     def can_upgrade(self) -> bool:
@@ -283,7 +283,7 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
         why = f"job {left.head[job.tenant]} is before it in the line of tenant {tenant}"
     elif job.gpus > free:
         left.head[job.tenant] = job.name
-        why = f"tenant {tenant} has {max(0, free)} of its {whole} GPUs left, and {job.wants}"
+        why = f"tenant {tenant} has {max(0, free)} of its {count_words(whole, 'GPU')} left, and {job.wants}"
     if why:
         after_s = quotas.patience_s if job.opportunistic_after_s is None else job.opportunistic_after_s
         return _without_quota(job, why, after_s, quotas.patience_s, now_s)
@@ -291,7 +291,7 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
         return _reserve(job, left)
     left.quota[job.tenant] = free - job.gpus
     left.gpus -= 0 if job.is_reserved else job.gpus
-    reason = f"tenant {tenant} has {free} of its {whole} GPUs left"
+    reason = f"tenant {tenant} has {free} of its {count_words(whole, 'GPU')} left"
     if job.runs_as is None:
         return QuotaDecision(job, QuotaAction.GUARANTEED, reason)
     left.upgraded |= dict.fromkeys(job.runs_on, job.name)
@@ -309,7 +309,10 @@ def _reserve(job: QuotaJob, left: _Left) -> QuotaDecision:
         )
     others = f"; others are kept for job {gang}" if gang else ""
     return QuotaDecision(
-        job, QuotaAction.RESERVE, f"within its quota; {kept} of its {job.gpus} GPUs are free{others}", kept
+        job,
+        QuotaAction.RESERVE,
+        f"within its quota; {kept} of its {count_words(job.gpus, 'GPU')} are free{others}",
+        kept,
     )
 
 
@@ -381,9 +384,9 @@ def excesses(quotas: Quotas, jobs: Sequence[QuotaJob]) -> tuple[Excess, ...]:
             continue
         whole, free, tenant = quotas.of(job.tenant), max(0, left[job.tenant]), printable(job.tenant)
         more = job.gpus - job.granted_gpus
-        why = f"it holds {job.gpus} GPUs, and {job.granted_gpus} were granted: tenant {tenant} has "
+        why = f"it holds {count_words(job.gpus, 'GPU')}, and {job.granted_gpus} were granted: tenant {tenant} has "
         is_within = more <= free
         if is_within:
             left[job.tenant] -= more
-        found.append(Excess(job, is_within, f"{why}{free} of its {whole} GPUs left"))
+        found.append(Excess(job, is_within, f"{why}{free} of its {count_words(whole, 'GPU')} left"))
     return tuple(found)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from hetstream.base.text import printable
+from hetstream.base.text import count_words, printable
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot, total
@@ -495,7 +495,7 @@ class QuotaPacker:
         reason = f"{excess.reason}. Submit it again with --nodes=N and --ntasks=N"
         held, granted = excess.job.gpus, excess.job.granted_gpus
         comment = with_requeuehold(job.comment, job.num_restarts + 1, is_owners=False)
-        said = comment_without_place(comment, f"it held {held} GPUs and {granted} were granted")
+        said = comment_without_place(comment, f"it held {count_words(held, 'GPU')} and {granted} were granted")
         taken = with_taken(admin_comment, held)
         try:
             self._slurm.update(name, {"Comment": said, "Requeue": "1", "AdminComment": taken})

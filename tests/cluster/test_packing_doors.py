@@ -435,7 +435,7 @@ def test_who_holds_more_gpus_than_were_granted_is_taken_back(cluster: Cluster, w
         assert cluster.attempt("scontrol", "update", f"JobId={job}", note).returncode == 0
         assert f"taken back {job}" not in step(), "one look is no proof"
         reason = step()[f"taken back {job}"]
-        assert reason.startswith("it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPUs left. Submit it")
+        assert reason.startswith("it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPU left. Submit it")
         wait_until(lambda: "JobState=PENDING" in cluster.show(job), 60, "its end")
         shown = cluster.show(job)
         assert "Priority=0 " in shown

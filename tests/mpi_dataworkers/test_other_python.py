@@ -293,7 +293,7 @@ def test_under_the_hook_what_data_workers_cannot_import_is_made_in_the_trainer(t
     assert said.endswith(" in place of 4 samples")
     assert f"on {os.uname().nodename}, {sys.prefix}/bin/python" in said
     assert str(this_interpreter()).partition(", ")[2] in said, "the versions"
-    assert "1 steps compared with the program's own, 1 differed" in done.stderr
+    assert "1 step compared with the program's own, 1 differed" in done.stderr
     (loader,) = json.loads((tmp_path / "summary.json").read_text())["loaders"]
     line = next(number for number, text in enumerate(program.splitlines(), 1) if text.startswith("for batch in"))
     assert loader["title"] == f"Numbers train.py:{line}", "where the program iterates, not where torch does"

@@ -179,7 +179,7 @@ def test_cores_in_a_reservation_on_slurm(devcluster: Any, wait_until: Callable[.
         frag = told("frag")
         assert frag["left_out"] == []
         assert [row["cpus"] for row in frag["nodes"] if row["node"] == "gpu1"] == [12]
-        assert any("4 CPUs of gpu1 are kept by reservations" in note for note in frag["notes"])
+        assert any("kept by reservations, and not counted: 4 CPUs of gpu1" in note for note in frag["notes"])
         slurm.cancel(too_large)
         probe = submit("-c12", "--hold")
         found = {row["job"]: row for row in told("jobs")["jobs"]}

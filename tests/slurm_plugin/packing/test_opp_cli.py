@@ -241,7 +241,7 @@ def test_users_hear_why_their_jobs_wait_for_quota(slurm: Recorded, tmp_path: Pat
     running = job("42", "RUNNING", NodeList="g1", **{"tres-per-node": "gres:gpu:1", "Account": "vision"})
     slurm.write("queue", running + job("43", "PENDING", **gpu))
     environ = {**OPP, "HETSTREAM_QUOTAS": str(tmp_path / "quotas.json")}
-    text = "tenant vision has 0 of its 1 GPUs left, and it asks for 1"
+    text = "tenant vision has 0 of its 1 GPU left, and it asks for 1"
     assert text in slurm.run("why 43 --fresh", **environ).stdout
     assert text in slurm.run("gpu jobs 43", **environ).stdout
     assert "it could start now: submit it again with --opp" in slurm.run("gpu jobs", **environ).stdout

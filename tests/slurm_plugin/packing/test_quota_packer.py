@@ -94,7 +94,7 @@ def test_the_line_is_released_by_quota(site: Site) -> None:
     assert site.look() == ["granted 1", "granted 3", "offered 2", "offered 4", "offered 5"]
     assert [call for call in site.slurm.calls if call[0] == "release"] == [("release", "1"), ("release", "3")]
     reasons = {event.job: event.reason for event in site.events}
-    assert "tenant a has 0 of its 1 GPUs left" in reasons["2"]
+    assert "tenant a has 0 of its 1 GPU left" in reasons["2"]
     assert "tenant nobody has a quota of 0: it can never be guaranteed" in reasons["4"]
     assert "(no account)" in reasons["5"]
     site.slurm.end(1)
@@ -540,7 +540,7 @@ def test_who_holds_more_gpus_than_were_granted_is_taken_back_by_name(site: Site)
     assert "taken back 1" in site.look()
     (reason,) = [event.reason for event in site.events if event.event == "taken back"]
     assert reason == (
-        "it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPUs left. Submit it again with --nodes=N and "
+        "it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPU left. Submit it again with --nodes=N and "
         "--ntasks=N"
     )
     assert [call for call in slurm.calls if call[0] == "requeuehold"] == [("requeuehold", "1")]

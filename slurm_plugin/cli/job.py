@@ -335,8 +335,8 @@ def _of_user(args: argparse.Namespace) -> Answer:
         chosen = [f"--user={os.geteuid()}", f"--starttime={local_time(time.time() - _ENDED_S)}"]
         ended = recorded(chosen, os.environ, snapshot.config.get("ClusterName", ""))
         uses = [*uses, *(use for use in ended if use.usage.end_s is not None)]
-    rows = [*map(_use_row, uses), *map(_waiting_row, waiting)]
-    section = Section("uses", _USE_COLUMNS, rows, empty="no job of yours waits, runs or has ended within a day")
+    rows = sorted([*map(_use_row, uses), *map(_waiting_row, waiting)], key=_place)
+    section = Section("uses", _known_columns(rows), rows, empty="no job of yours waits, runs or has ended within a day")
     report = Report({}, {}, [], (section,), notes)
     meta = {**meta_of("job", snapshot), "version": SCHEMA_VERSION}
     return Answer([report], {"meta": meta, "uses": rows, "notes": notes})
@@ -348,9 +348,24 @@ def _use_report(uses: Sequence[JobUse], notes: Sequence[str], running: Sequence[
     if not running:
         code = f", exit code {first.exit_code.partition(':')[0]}" if first.exit_code not in ("", "0:0") else ""
         lines = [f"job {first.label} ({first.usage.name}) of {first.usage.user} has ended: {first.state}{code}"]
-    has_gpus = any(use.usage.gpus for use in uses)
-    columns = [column for column in _USE_COLUMNS if has_gpus or column.key not in ("gpus", "gpu_share")]
-    return Report({}, {}, lines, (Section("uses", columns, [*map(_use_row, uses)]),), notes)
+    rows = [*map(_use_row, uses)]
+    return Report({}, {}, lines, (Section("uses", _known_columns(rows), rows),), notes)
+
+
+def _place(row: Row) -> list[int]:
+    """By number, then component or index: `7`, `31+0`, `31+1`."""
+    return [int(number) for number in re.findall(r"\d+", row["job"])]
+
+
+def _known_columns(rows: Sequence[Row]) -> list[Column]:
+    """Leave out shares that are known of no job, and GPUs where none has any."""
+    has_gpus = any(row["gpus"] for row in rows)
+    return [
+        column
+        for column in _USE_COLUMNS
+        if not column.key.endswith("_share") or any(row[column.key] is not None for row in rows)
+        if has_gpus or column.key != "gpus"
+    ]
 
 
 def _use_row(use: JobUse) -> Row:

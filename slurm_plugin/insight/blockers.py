@@ -472,7 +472,7 @@ def lack(resource: str, room: FeasibleNodes, at_once: str) -> Blocker:
     text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} the most free is {most:,} ({name})"
     if most >= needed:  # on too few nodes
         have = count(room.enough_but(resource) & room.enough[resource])
-        text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} {have} have so much free"
+        text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} so much is free on {have}"
     return Blocker(resource, text)
 
 

@@ -534,7 +534,7 @@ class Explainer:
                 blockers.append(lack_several(room, at_once(job, room)))
         if blockers and wanted > 1:
             where = f" ({compress(node.name for node in fits)})" if fits else ""
-            text = f"it needs {wanted} nodes at once{together(job)}; {len(fits)} have room now{where}"
+            text = f"it needs {wanted} nodes at once{together(job)}; there is room now on {len(fits)}{where}"
             blockers.append(Blocker("gang", text))
         return fits, blockers
 

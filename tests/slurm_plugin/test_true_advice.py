@@ -293,7 +293,7 @@ def check_lack(facts: Facts, found: Explanation) -> None:
             assert not facts.has(node, facts.cpus)
             free = {"CPUs": node.cpus_free, "GPUs": node.gpus_free(), "MB of memory": node.memory_free_mb}
             assert free[one[1]] == number
-        elif some_have := re.search(r"with enough .*? (\d+) have so much free", text):
+        elif some_have := re.search(r"with enough .*? so much is free on (\d+)", text):
             assert 0 < int(some_have[1]) < facts.job.num_nodes or len(facts.job.partitions) > 1
         elif all_free := re.search(r"free in all: (.*?)(, but not enough|$)", text):
             there = [

@@ -158,7 +158,7 @@ def test_what_is_free_of_types_and_of_nodes_for_others_is_told() -> None:
 def test_a_gang_needs_its_nodes_at_once() -> None:
     found = explain(pending(8, 1, num_nodes=2), node("g0", 8, 4), node("g1", 2, 4))
     assert kinds(found) == ["CPUs", "gang"]
-    assert found.blockers[1].text == "it needs 2 nodes at once; 1 have room now (g0)"
+    assert found.blockers[1].text == "it needs 2 nodes at once; there is room now on 1 (g0)"
     assert found.fits_on == ("g0",)
 
 

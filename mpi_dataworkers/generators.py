@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
@@ -146,16 +147,23 @@ class deterministic:
         cache = current_cache()
         if cache is None:
             return self.function(*args, **keywords)
-        return cache.value(self, self.function.__name__, self.function, args, keywords)
+        return cache.value(self, self.name, self.function, args, keywords)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        # By its name, as a function; one of the script, or of another function, travels itself.
-        name, module = self.function.__qualname__, self.function.__module__
-        is_found = module not in ("__main__", "__mp_main__") and "<locals>" not in name
-        return name if is_found else (deterministic, (self.function,))
+        # By its name, as a function; one of the script, and one that is not found there, travels itself.
+        name, module = getattr(self.function, "__qualname__", ""), getattr(self.function, "__module__", None)
+        found: Any = None if module in ("__main__", "__mp_main__") else sys.modules.get(module or "")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (deterministic, (self.function,))
 
 
 def _current_sample(name: str) -> making_sample:

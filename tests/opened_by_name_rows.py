@@ -124,7 +124,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "installed": {
         "mpi_dataworkers/images/decoder.py": "_native",
-        "mpi_dataworkers/ops/prefix_cache.py": "_installed",
+        "mpi_dataworkers/ops/prefix_cache.py": "_content _installed",
         "hetstream/base/installed.py": "_requirement*2",
         "slurm_plugin/cli/completion.py": "installed_man_pages",
         "slurm_plugin/cli/report.py": "run_exporter",
@@ -186,9 +186,7 @@ ROWS: dict[str, dict[str, str]] = {
         "checkpoint/persist/store_writer.py": "StoreWriter.advance",
         "hetjob/gpu/orders.py": "make_orders make_work",
         "hetstream/base/files.py": "Directory.names Directory.open Directory.read",
-        "mpi_dataworkers/ops/cache_store.py": (
-            "CacheStore._alone CacheStore._hold*2 CacheStore.get CacheStore.put _is_free"
-        ),
+        "mpi_dataworkers/ops/cache_store.py": ("CacheStore._alone CacheStore._hold*2 CacheStore.get _is_free"),
         "mpi_dataworkers/worker/fork_server.py": "Exchange.keep _locked _opened",
         "slurm_plugin/coordinator/table.py": "look",
     },

@@ -482,6 +482,11 @@ class LoaderConnection:
             self._client = ServiceClient(client_options, self.sent_pipeline().message)
         if pipeline.cache_place.startswith(MEMORY):
             leave_no_memory()
+        if pipeline.cache_place and isinstance(pipeline.dataset, torch.utils.data.IterableDataset):
+            _say_once(
+                f"hetstream: cache: cache={pipeline.cache_place} has no effect: elements of an IterableDataset "
+                f"({type(pipeline.dataset).__name__}) are not kept. Those of a dataset with indices are"
+            )
         _open_connections.add(self)
 
     @property

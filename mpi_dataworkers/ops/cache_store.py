@@ -5,6 +5,7 @@
         users                       each process that uses the store holds it shared
         GROUP/                      one front: its code, parameters and libraries
             users                   as above; a group that nobody holds is the first to go
+            claims                  a process holds the byte of a key while it makes the entry (`Claim`)
             differs                 there when the front was seen not to be deterministic; why
             KEY                     one entry: header, checksum, value
 
@@ -15,6 +16,7 @@ is synced: after a crash of the host an entry may be damaged, and is made again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
 import mmap
@@ -22,7 +24,6 @@ import os
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 from multiprocessing import util
 from pathlib import Path
@@ -35,15 +36,20 @@ from hetstream.base.limits import available_bytes
 from hetstream.base.locks import wait_for_lock
 from hetstream.base.posix import fcntl
 from hetstream.mpi_dataworkers.ops.cached_values import Part
+from hetstream.mpi_dataworkers.ops.pickling import checksum_of
 from hetstream.mpi_dataworkers.process.config import MEMORY, CachePlace
 from hetstream.mpi_dataworkers.wire.codec import aligned
 
 # Magic with the version of the format, checksum of what follows, bytes of the value, CPU time that it saves.
-_HEADER = struct.Struct("<8sIxxxxQd32x")
-_MAGIC = b"hetcach1"
+_HEADER = struct.Struct("<8sQQd32x")
+_MAGIC = b"hetcach2"
 # Bytes of all entries; an entry is refused up to this benefit, until then (CLOCK_MONOTONIC).
 _ACCOUNT = struct.Struct("<qdd")
-_USERS, _DIFFERS, _ACCOUNT_NAME = "users", "differs", "account"
+_USERS, _DIFFERS, _CLAIMS, _ACCOUNT_NAME = "users", "differs", "claims", "account"
+_NO_ENTRIES = frozenset((_USERS, _DIFFERS, _CLAIMS))
+# struct flock of Linux on 64 bits: kind, where from, first byte, bytes, process.
+_BYTE_LOCK = struct.Struct("=hhxxxxqqixxxx")
+_FIRST_POLL_S, _MOST_POLL_S = 0.005, 0.05
 # What is looked through again and again must not cost more than a hundredth of the time.
 _LOOK_PAUSE = 100.0
 _LEAST_PAUSE_S = 1.0
@@ -57,6 +63,7 @@ _TOUCH_S = 3600.0
 _LEFT_S = 60.0
 _LEAST_MEMORY = 256 << 20
 _LOCK_S = 1.0
+_MOST_PIECES = 1024  # of writev(2)
 
 
 class Entry(NamedTuple):
@@ -107,6 +114,36 @@ class Damaged(Exception):
     """An entry is not what was written."""
 
 
+class Claim:
+    """A process makes an entry, and others wait for it.
+
+    The claim is a lock on one byte of the group's file, which the system gives back when the process dies. It belongs
+    to the open file, so the threads of a process have it in common.
+
+    Args:
+        descriptor: of that file.
+        key: of the entry.
+    """
+
+    def __init__(self, descriptor: int, key: str) -> None:
+        self._descriptor, self._byte = descriptor, int(key[:15], 16)
+
+    def take(self) -> bool:
+        """Take it, if no other process has it."""
+        return self._set(fcntl.F_WRLCK)
+
+    def give_back(self) -> None:
+        """Let another process have it."""
+        self._set(fcntl.F_UNLCK)
+
+    def _set(self, kind: int) -> bool:
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _BYTE_LOCK.pack(kind, os.SEEK_SET, self._byte, 1, 0))
+        except OSError as error:  # a file system without such locks has nobody wait
+            return error.errno not in (errno.EAGAIN, errno.EACCES)
+        return True
+
+
 class CacheStore:
     """The store of this user on this host.
 
@@ -131,6 +168,7 @@ class CacheStore:
             os.ftruncate(self._lock, _ACCOUNT.size)
         self._account = self._open.enter_context(mmap.mmap(self._lock, _ACCOUNT.size))
         self._groups: dict[str, Directory] = {}
+        self._claims: dict[str, int] = {}
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
         self.bound_bytes = place.bound_bytes or (self._total() + free) // 2
         self._num_put = 0
@@ -147,8 +185,28 @@ class CacheStore:
         if name not in self._groups:
             directory = self._open.enter_context(self._directory.make(name))
             self._hold(directory)
+            self._claims[name] = directory.open_file(_CLAIMS, os.O_RDWR | os.O_CREAT)
+            self._open.callback(os.close, self._claims[name])
             self._groups[name] = directory
         return self._groups[name]
+
+    def wait_for_maker(self, group: str, key: str, timeout_s: float) -> tuple[Claim | None, bool]:
+        """Claim an entry that is not there; while another process makes it, wait.
+
+        Returns:
+            The claim, to be given back; None where the other has it still. And whether the other had it.
+        """
+        directory = self.group(group)
+        claim = Claim(self._claims[group], key)
+        if claim.take():
+            return claim, False
+        deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+        while time.monotonic() < deadline_s and not directory.has(key):
+            time.sleep(pause_s)
+            pause_s = min(_MOST_POLL_S, 1.5 * pause_s)
+            if claim.take():
+                return claim, True
+        return None, True
 
     def why_ended(self, group: str) -> str:
         """In what the front's values differed when they were made again; "" where they did not."""
@@ -161,7 +219,7 @@ class CacheStore:
         directory = self.group(group)
         with directory.replacing(_DIFFERS) as descriptor:
             os.write(descriptor, why.encode()[:4096])
-        self._remove([(group, name) for name in directory.names() if name not in (_USERS, _DIFFERS)])
+        self._remove([(group, name) for name in directory.names() if name not in _NO_ENTRIES])
 
     def get(self, group: str, key: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], float] | None:
         """The bytes of a value and the CPU time that it took; None where it is not there.
@@ -179,7 +237,9 @@ class CacheStore:
         try:
             status = os.fstat(descriptor)
             data = aligned(status.st_size)
-            num_read = os.readv(descriptor, [data.data])
+            num_read = 0
+            while num_read < len(data) and (num := os.readv(descriptor, [data[num_read:].data])):  # of 2 GiB at most
+                num_read += num
             if time.time() - status.st_atime > _TOUCH_S:
                 os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
         finally:
@@ -187,7 +247,7 @@ class CacheStore:
         if num_read == len(data) >= _HEADER.size:
             magic, checksum, num_bytes, cost_s = _HEADER.unpack_from(data.data)
             value = data[_HEADER.size :]
-            if (magic, checksum, num_bytes) == (_MAGIC, zlib.crc32(value.data), len(value)):
+            if (magic, checksum, num_bytes) == (_MAGIC, checksum_of([value.data]), len(value)):
                 return value, cost_s
         self._remove([(group, key)])
         raise Damaged(f"{self._directory.path / group / key} is damaged")
@@ -202,19 +262,17 @@ class CacheStore:
         num_bytes = sum(view.nbytes for view in views)
         if not self._has_room(_HEADER.size + num_bytes, cost_s / num_bytes):
             return False
-        checksum = 0
-        for view in views:
-            checksum = zlib.crc32(view, checksum)
+        checksum = checksum_of(views)
         directory, temporary = self.group(group), temporary_name(key)
         try:
             descriptor = directory.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:  # another thread is at it
             return False
         try:
-            with open(descriptor, "wb") as file:
-                file.write(_HEADER.pack(_MAGIC, checksum, num_bytes, cost_s))
-                for view in views:
-                    file.write(view)
+            try:
+                _write(descriptor, [memoryview(_HEADER.pack(_MAGIC, checksum, num_bytes, cost_s)), *views])
+            finally:
+                os.close(descriptor)
             was_there = directory.has(key)
             directory.rename(temporary, key)
         except BaseException:
@@ -282,7 +340,7 @@ class CacheStore:
                         status = directory.status(name)
                         if is_temporary(name) and time.time() - status.st_mtime > _LEFT_S:
                             directory.unlink(name, missing_ok=True)
-                        if name in (_USERS, _DIFFERS) or is_temporary(name):
+                        if name in _NO_ENTRIES or is_temporary(name):
                             continue
                         descriptor = directory.open_file(name)
                         try:
@@ -318,11 +376,20 @@ class CacheStore:
 
     def close(self) -> None:
         """Leave the store: what this process alone has used may be the first to go."""
-        self._groups = {}
+        self._groups, self._claims = {}, {}
         self._open.close()
 
     def __del__(self) -> None:
         self.close()
+
+
+def _write(descriptor: int, pieces: list[memoryview]) -> None:
+    while pieces:
+        num = os.writev(descriptor, pieces[:_MOST_PIECES])
+        while pieces and num >= len(pieces[0]):
+            num -= len(pieces.pop(0))
+        if num:
+            pieces[0] = pieces[0][num:]
 
 
 def store_path(place: CachePlace) -> Path:

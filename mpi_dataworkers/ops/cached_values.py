@@ -6,10 +6,11 @@ comes back is what was given, down to strides, or the value is not kept.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import pickle
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,29 +32,38 @@ class NotKept(Exception):
 
 
 class _Writer(pickle.Pickler):
+    """Pickles what holds arrays, and notes their bytes.
+
+    Attributes:
+        raw: the arrays' bytes, with gaps, from a place that is aligned.
+    """
+
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
-        self.leaves: list[tuple[Any, ...]] = []
         self.raw: list[Part] = []
-        self._places: dict[int, int] = {}
-        self._alive: list[Any] = []
+        self._num_bytes = 0
+        self._places: dict[int, tuple[int, Any]] = {}  # with the values, so that no id is used again
         self._ranges: list[tuple[int, int]] = []
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             return None
-        if id(value) not in self._places:
-            description, raw = self._leaf(value, kind)
-            self._places[id(value)] = len(self.leaves)
-            self._alive.append(value)
-            self.leaves.append(description)
-            self.raw.append(raw)
-        return self._places[id(value)]
+        if id(value) in self._places:
+            return self._places[id(value)][0]
+        description, raw = self._leaf(value, kind)
+        gap = -self._num_bytes % ALIGN_BYTES
+        at = self._num_bytes + gap
+        self._num_bytes = at + memoryview(raw).nbytes
+        self.raw += [bytes(gap), raw]
+        self._places[id(value)] = len(self._places), value
+        return len(self._places) - 1, at, description
 
     def _leaf(self, value: Any, kind: type) -> tuple[tuple[Any, ...], Part]:
         name = kind.__qualname__
         if isinstance(value, torch.Tensor) and kind is _class_of_tensors(name):
+            if vars(value):
+                raise NotKept(f"a tensor of it has the attribute {min(vars(value))}")
             raw = self._alone(_numbers_of(value.as_subclass(torch.Tensor)))
             return ("tensor", name, str(value.dtype)[6:], tuple(value.shape), value.stride()), raw
         if kind is np.ndarray:
@@ -61,6 +71,8 @@ class _Writer(pickle.Pickler):
         if isinstance(value, np.generic):
             return ("scalar", *_described(np.asarray(value))[1:]), _bytes_of(np.asarray(value)).data
         if name == "Image" and kind.__module__ == "PIL.Image" and value.mode in _IMAGE_MODES:
+            if strange := vars(value).keys() - _attributes_of_images(value.mode):
+                raise NotKept(f"an image of it has the attribute {min(strange)}")
             return ("image", value.mode, value.size, dict(value.info)), value.tobytes()
         raise NotKept(f"{kind.__module__}.{name} is no plain value, array, tensor or PIL.Image.Image")
 
@@ -70,6 +82,16 @@ class _Writer(pickle.Pickler):
             raise NotKept("two of its arrays share memory")
         self._ranges.append((start, stop))
         return raw.data
+
+
+@functools.cache
+def _attributes_of_images(mode: str) -> frozenset[str]:
+    """Those that every image has, and what it has read of its own info."""
+    return frozenset((*vars(_images().new(mode, (1, 1))), "_exif"))
+
+
+def _images() -> Any:
+    return importlib.import_module("PIL.Image")
 
 
 def _class_of_tensors(name: str) -> Any:
@@ -109,35 +131,32 @@ def packed(value: Any) -> list[Part]:
     Raises:
         NotKept: it holds something else than what this module keeps.
     """
-    stream, described = io.BytesIO(), io.BytesIO()
-    writer, leaves = _Writer(stream), _Writer(described)
+    stream = io.BytesIO()
+    writer = _Writer(stream)
     try:
         writer.dump(value)
-        leaves.dump((writer.leaves, stream.getvalue()))
     except (pickle.PicklingError, RecursionError) as error:
         raise NotKept(str(error)) from error
-    if leaves.raw:  # what an image carries along
-        raise NotKept("an image's info has arrays in it")
-    head = described.getvalue()
-    parts: list[Part] = [len(head).to_bytes(8, "little"), head]
-    at = 8 + len(head)
-    for raw in writer.raw:
-        gap, size = -at % ALIGN_BYTES, memoryview(raw).nbytes
-        parts += [bytes(gap), raw]
-        at += gap + size
-    return parts
+    head = stream.getbuffer()
+    gap = bytes(-(8 + len(head)) % ALIGN_BYTES)
+    return [len(head).to_bytes(8, "little"), head, gap, *writer.raw]
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, blob: Buffer, leaves: Sequence[Any] = ()) -> None:
-        super().__init__(io.BytesIO(blob))
-        self._leaves = leaves
+    def __init__(self, head: Buffer, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        super().__init__(io.BytesIO(head))
+        self._raw = raw
+        self._made: dict[int, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} in a cached value: it names no code")
 
-    def persistent_load(self, place: Any) -> Any:
-        return self._leaves[place]
+    def persistent_load(self, known: Any) -> Any:
+        if isinstance(known, int):
+            return self._made[known]
+        place, at, description = known
+        made = self._made[place] = _rebuilt(description, self._raw[at:])
+        return made
 
 
 def unpacked(data: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
@@ -146,39 +165,29 @@ def unpacked(data: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
     Raises:
         Exception: it is not what `packed` has made.
     """
-    at = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    leaves, blob = _Reader(data[8:at].data).load()
-    found = []
-    for leaf in leaves:
-        at += -at % ALIGN_BYTES
-        made, num_bytes = _rebuilt(leaf, data[at:])
-        found.append(made)
-        at += num_bytes
-    return _Reader(blob, found).load()
+    end = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    return _Reader(data[8:end].data, data[end + -end % ALIGN_BYTES :]).load()
 
 
-def _rebuilt(leaf: tuple[Any, ...], raw: np.ndarray[Any, Any]) -> tuple[Any, int]:
-    """What a leaf was, and how many bytes it has."""
+def _rebuilt(leaf: tuple[Any, ...], raw: np.ndarray[Any, Any]) -> Any:
+    """What a leaf was; its bytes are the first of `raw`."""
     kind, *described = leaf
     if kind == "image":
         mode, size, info = described
-        image_module = sys.modules.get("PIL.Image") or __import__("PIL.Image").Image
-        num_bytes = len(image_module.new(mode, (size[0], 1)).tobytes()) * size[1]
-        image = image_module.frombytes(mode, size, raw[:num_bytes].data)
+        num_bytes = len(_images().new(mode, (size[0], 1)).tobytes()) * size[1]
+        image = _images().frombytes(mode, size, raw[:num_bytes].data)
         image.info = info
-        return image, num_bytes
+        return image
     if kind == "tensor":
         name, dtype_name, shape, strides = described
         dtype = getattr(torch, dtype_name)
         span = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        flat = torch.from_numpy(raw[: span * dtype.itemsize]).view(dtype)
-        tensor = flat.as_strided(shape, strides)
-        cls = _class_of_tensors(name) or getattr(__import__(_TENSOR_CLASSES[name], fromlist=[name]), name)
-        return (tensor if cls is torch.Tensor else tensor.as_subclass(cls)), span * dtype.itemsize
+        tensor = torch.from_numpy(raw[: span * dtype.itemsize]).view(dtype).as_strided(shape, strides)
+        cls = _class_of_tensors(name) or getattr(importlib.import_module(_TENSOR_CLASSES[name]), name)
+        return tensor if cls is torch.Tensor else tensor.as_subclass(cls)
     dtype_text, shape, order, is_writeable = described
     dtype = np.dtype(dtype_text)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    array = raw[:num_bytes].view(dtype)
+    array = raw[: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize].view(dtype)
     array = array.reshape(shape) if order == "C" else array.reshape(shape[::-1]).T
     array.flags.writeable = is_writeable
-    return (array[()] if kind == "scalar" else array), num_bytes
+    return array[()] if kind == "scalar" else array

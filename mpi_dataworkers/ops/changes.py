@@ -29,7 +29,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,18 @@ def digest_of_state(value: Any) -> bytes:
     look = _Look({"": value}, with_generators=False, is_whole=True)
     noted = ((path, _as_text(found)) for path, found in look)
     return hashlib.blake2b(repr(sorted(noted)).encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def digest_of_code(code: CodeType) -> str:
+    """Digest of what a function does; not of where it stands."""
+    constants = [digest_of_code(part) if isinstance(part, CodeType) else _constant(part) for part in code.co_consts]
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    does = code.co_code, code.co_argcount, code.co_kwonlyargcount, code.co_flags, constants, names
+    return digest_of_buffers([repr(does).encode(errors="surrogatepass")])
+
+
+def _constant(value: Any) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def change_between(before: State, after: State) -> str:
@@ -269,6 +281,8 @@ class _Look:
         # Not the user's own `__len__`: looking runs nobody's code.
         length = next((base.__len__(value) for base in _SIZED if isinstance(value, base)), -1)
         named = f"{kind.__module__}.{kind.__qualname__}"
+        if self._is_whole and kind is FunctionType and is_programs(value):
+            return named, digest_of_code(value.__code__)
         return (named, _Same(value)) if _is_the_only_one(value) else (named, length)
 
     def _of_tensor(self, tensor: torch.Tensor) -> int | str:

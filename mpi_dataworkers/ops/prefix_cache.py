@@ -5,15 +5,19 @@ A front is the loader of a torchvision folder dataset with the first of its tran
 nothing (`through`), or a function that the program calls deterministic (`generators.deterministic`). Its value is kept
 under its code, parameters and libraries (the group), its arguments, and the identity of the files among them.
 
-Nobody is believed: a front that draws random numbers is seen by the generators' states, and the first hits of each
-process, and some later ones, are made again and compared.
+Nobody is believed: a front that draws random numbers is seen by the generators' states, one that leaves something
+behind by what its objects and globals hold, and the first hits of each process, and some later ones, are made again and
+compared.
+
+Jobs that begin together make no sample twice: who makes one holds its claim, and who else would make it waits, not for
+long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import json
 import logging
 import os
 import random
@@ -22,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,9 +35,9 @@ import torch.utils.data
 
 from hetstream.base.text import shortened
 from hetstream.mpi_dataworkers.generators import deterministic, states_of_sample, uncached
-from hetstream.mpi_dataworkers.ops.cache_store import CacheStore, Damaged
+from hetstream.mpi_dataworkers.ops.cache_store import CacheStore, Claim, Damaged
 from hetstream.mpi_dataworkers.ops.cached_values import NotKept, packed, unpacked
-from hetstream.mpi_dataworkers.ops.changes import TooLarge, digest_of_state
+from hetstream.mpi_dataworkers.ops.changes import TooLarge, change_between, digest_of_state, state_of
 from hetstream.mpi_dataworkers.ops.code_globals import Reached, is_own
 from hetstream.mpi_dataworkers.ops.pickling import digest_of, pickle_apart, unpickle
 from hetstream.mpi_dataworkers.ops.program import module_digests
@@ -60,13 +64,18 @@ _SETTINGS = (
 )
 # Globals of a front that say nothing about its values, or whose draws are seen.
 _NO_MATTER = (logging.Logger, logging.Handler, random.Random, np.random.Generator, np.random.RandomState)
-# Of each process: its first hits are made again, and of the later ones one of so many, drawn.
+# Arguments that are told apart by their text.
+_BY_TEXT = frozenset((type(None), bool, int, float, bytes))
+# Of each process: its first hits are made again, and of the later ones one of so many, drawn. So it is seen whether
+# making one changes what is held; the first time of all does that for a good reason, as opening a file.
 _FIRST_PROVED, _PROVED_OF = 3, 256
 # What reading back takes; a front that takes less is not kept.
 _READ_S, _READ_BYTES_PER_S = 60e-6, 2e9
-# A file as young as this may change within one tick of its file system's clock.
-_YOUNG_S = 0.05
+# A file as young as this may change within one tick of its file system's clock, which may count whole seconds.
+_YOUNG_S, _YOUNG_COARSE_S = 0.05, 2.1
 _TRY_AGAIN_S = 60.0
+# For another process that makes the same: so long, or what making took here before as many times, if that is longer.
+_WAIT_S, _WAIT_TIMES = 1.0, 10
 
 
 class PrefixCache:
@@ -97,8 +106,10 @@ class PrefixCache:
         self._is_open = False
         self._groups: dict[int, tuple[Any, str]] = {}  # of fronts by id, with them; "" of one that is not kept
         self._states_of: dict[int, tuple[Any, bytes]] = {}  # of objects whose methods are fronts
+        self._num_made: dict[int, int] = {}  # of fronts by id
         self._num_proved = 0
-        self._full_until_s = 0.0
+        self._longest_s = 0.0
+        self._full_until_s = self._alone_until_s = 0.0
         self._was_called = False
         self._said: dict[str, bool] = {}  # lines, and whether the loader was told
         self._counts = CacheReport(0, 0, 0, 0.0)
@@ -115,57 +126,101 @@ class PrefixCache:
         if self._pid != os.getpid():
             self._begin()
         self._was_called = True
-        call = functools.partial(make, *args, **keywords)
+        call = _Call(front, name, make, args, keywords)
         with self._lock:
             group = self._group_of(front, name)
         if not group or self._store is None:
             return call()
         try:
-            key, files = self._key_of(args, keywords)
+            arguments, files = self._key_of(call)
         except (NotKept, TooLarge) as error:
-            self._refuse(front, name, f"its arguments make no key: {error}")
+            self._refuse(call, f"its arguments make no key: {error}")
             return call()
-        if not key:
+        if any(map(_may_change_unseen, files)):
             return call()
-        if not files:
+        if not any(files):
             self._say(f"{name} is given no path of a file: changes of what it reads are not seen")
+        key = hashlib.blake2b(arguments + repr(files).encode(), digest_size=16).hexdigest()
+        entry = _Entry(self._store, group, key, arguments, files)
         began_s = time.thread_time()
-        found = self._find(self._store, group, key)
-        if found is None:
-            return self._miss(front, name, call, group, key, lambda: self._key_of(args, keywords)[0])
+        found = self._find(entry)
+        if found is not None:
+            return self._hit(call, entry, found, began_s)
+        if time.monotonic() < max(self._alone_until_s, self._full_until_s):
+            return self._miss(call, entry)
+        claim, was_held = self._claim(entry)
+        try:
+            if was_held and (found := self._find(entry)) is not None:
+                return self._hit(call, entry, found, began_s)
+            if (
+                was_held
+            ):  # its maker was stopped, or keeps nothing: whoever waits for it each time makes all at its pace
+                self._alone_until_s = time.monotonic() + _TRY_AGAIN_S
+            return self._miss(call, entry)
+        finally:
+            if claim is not None:
+                claim.give_back()
+
+    def _claim(self, entry: _Entry) -> tuple[Claim | None, bool]:
+        timeout_s = min(max(_WAIT_S, _WAIT_TIMES * self._longest_s), _TRY_AGAIN_S)
+        try:
+            return entry.store.wait_for_maker(entry.group, entry.key, timeout_s)
+        except OSError as error:
+            self._say(f"nobody is waited for: {error.strerror or error}")
+            return None, False
+
+    def _hit(self, call: _Call, entry: _Entry, found: tuple[Any, Any, float], began_s: float) -> Any:
         value, data, cost_s = found
         used_s = time.thread_time() - began_s
         if self._num_proved < _FIRST_PROVED or self._draws.randrange(_PROVED_OF) == 0:
             self._num_proved += 1
             made, why = self._compared(data, call)
             if why:
-                line = f"{name}{shortened(repr(tuple(args)), 200)} {why}: its values are not kept any more"
-                self._refuse(front, name, line)
-                try:
-                    self._store.end(group, line)
-                except OSError as error:  # other processes find out by themselves
-                    self._say(f"that {name} differs cannot be written down: {error.strerror or error}")
+                self._end(call, entry, why)
                 return made
         self._count(1, 0, data.nbytes, cost_s - used_s)
         return value
 
-    def _compared(self, data: Any, call: Callable[[], Any]) -> tuple[Any, str]:
+    def _end(self, call: _Call, entry: _Entry, why: str) -> None:
+        """Keep nothing of a front any more, in this process and others."""
+        line = f"{call.name}{shortened(repr(tuple(call.args)), 200)} {why}: its values are not kept any more"
+        self._groups[id(call.front)] = call.front, ""
+        self._say(line)
+        try:
+            entry.store.end(entry.group, line)
+        except OSError as error:  # other processes find out by themselves
+            self._say(f"that {call.name} is not to be kept cannot be written down: {error.strerror or error}")
+
+    def _compared(self, data: Any, call: _Call) -> tuple[Any, str]:
         """What is made now, and how it differs from what was kept."""
-        before = self._states()
-        with uncached():
-            made = call()
-        if self._states() != before:
-            return made, "draws random numbers"
+        made, _, why = self._made(call)
+        if why:
+            return made, why
         try:
             again = _joined(packed(made))
         except NotKept as error:
             return made, f"gave another value when it was made again ({error})"
         return made, "" if again == data.tobytes() else "gave another value when it was made again"
 
-    def _find(self, store: CacheStore, group: str, key: str) -> tuple[Any, Any, float] | None:
+    def _made(self, call: _Call) -> tuple[Any, float, str]:
+        """A value, the CPU time that it took, and what else making it did."""
+        number = self._num_made[id(call.front)] = self._num_made.get(id(call.front), -1) + 1
+        looks = 1 <= number <= _FIRST_PROVED or self._draws.randrange(_PROVED_OF) == 0
+        held = state_of(call.roots) if looks else {}
+        before, began_s = self._states(), time.thread_time()
+        with uncached():
+            value = call()
+        cost_s = time.thread_time() - began_s
+        self._longest_s = max(self._longest_s, cost_s)
+        if self._states() != before:
+            return value, cost_s, "draws random numbers"
+        change = change_between(held, state_of(call.roots)) if looks else ""
+        return value, cost_s, f"leaves something behind: {change}" if change else ""
+
+    def _find(self, entry: _Entry) -> tuple[Any, Any, float] | None:
         """What is kept: the value, its bytes and the CPU time that it took; None where nothing is."""
         try:
-            found = store.get(group, key)
+            found = entry.store.get(entry.group, entry.key)
             return None if found is None else (unpacked(found[0]), *found)
         except Damaged as error:
             self._say(f"an entry is made again: {error}")
@@ -173,26 +228,23 @@ class PrefixCache:
             self._say(f"an entry cannot be read and is made again: {error}")
         return None
 
-    def _miss(
-        self, front: Any, name: str, call: Callable[[], Any], group: str, key: str, key_now: Callable[[], str]
-    ) -> Any:
-        before, began_s = self._states(), time.thread_time()
-        with uncached():
-            value = call()
-        cost_s = time.thread_time() - began_s
-        if self._states() != before:
-            self._refuse(front, name, "it draws random numbers")
-            return value
+    def _miss(self, call: _Call, entry: _Entry) -> Any:
+        value, cost_s, why = self._made(call)
         num_bytes = 0
         try:
+            arguments, files = self._key_of(call)
+            if arguments != entry.arguments:
+                why = "changes its arguments"
+            if why:
+                self._end(call, entry, why)
+                return value
             parts = packed(value)
             size = sum(memoryview(part).nbytes for part in parts)
             is_worth_it = cost_s > _READ_S + size / _READ_BYTES_PER_S
-            if is_worth_it and time.monotonic() >= self._full_until_s and key_now() == key:
-                assert self._store is not None
-                num_bytes = size if self._store.put(group, key, parts, cost_s) else 0
+            if is_worth_it and files == entry.files and time.monotonic() >= self._full_until_s:
+                num_bytes = size if entry.store.put(entry.group, entry.key, parts, cost_s) else 0
         except NotKept as error:
-            self._refuse(front, name, str(error))
+            self._refuse(call, str(error))
         except OSError as error:
             self._full_until_s = time.monotonic() + _TRY_AGAIN_S
             self._say(f"nothing is written for {_TRY_AGAIN_S:.0f} s: {error.strerror or error}")
@@ -221,25 +273,24 @@ class PrefixCache:
             known = self._groups[id(front)] = front, group
         return known[1]
 
-    def _key_of(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[str, bool]:
+    def _key_of(self, call: _Call) -> tuple[bytes, list[list[int]]]:
+        """Of its arguments, and the files that they name as they are now."""
         files: list[list[int]] = []
-        plain: list[Any] = []
-        for value in (*args, *keywords.values()):
+        plain: list[Any] = [list(call.keywords)]
+        is_text = True
+        for value in (*call.args, *call.keywords.values()):
             if isinstance(value, str | os.PathLike):
-                path = os.fspath(value)
-                identity = _identity(path)
-                if identity and time.time() - identity[2] / 1e9 < _YOUNG_S:
-                    return "", True
-                files.append(identity)
-                plain.append([type(value).__name__, str(path)])
-            elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+                files.append(_identity(os.fspath(value)))
+                plain.append([type(value).__name__, str(value)])
+            elif _is_object(value):
                 if id(value) not in self._states_of:
                     self._states_of[id(value)] = value, digest_of_state(value)
                 plain.append(self._states_of[id(value)][1])
             else:
+                is_text = is_text and type(value) in _BY_TEXT
                 plain.append(value)
-        digest = hashlib.blake2b(_joined(packed((plain, list(keywords), files))), digest_size=16)
-        return digest.hexdigest(), any(files)
+        text = repr(plain).encode(errors="surrogatepass") if is_text else _joined(packed(plain))
+        return text, files
 
     def _states(self) -> tuple[Any, ...]:
         numpy_state: Any = np.random.get_state()
@@ -250,9 +301,9 @@ class PrefixCache:
 
     # --- what is said and counted ----------------------------------------------------------------------------------
 
-    def _refuse(self, front: Any, name: str, why: str) -> None:
-        self._groups[id(front)] = front, ""
-        self._say(f"{name} is made anew each time: {why}")
+    def _refuse(self, call: _Call, why: str) -> None:
+        self._groups[id(call.front)] = call.front, ""
+        self._say(f"{call.name} is made anew each time: {why}")
 
     def _say(self, line: str) -> None:
         kind = line.partition(": ")[0]  # of one kind the first
@@ -284,6 +335,44 @@ class PrefixCache:
         return msgspec.structs.replace(counts, said=said) if happened else None
 
 
+class _Call(NamedTuple):
+    """A call of a front, as of `PrefixCache.value`."""
+
+    front: Any
+    name: str
+    make: Callable[..., Any]
+    args: Sequence[Any]
+    keywords: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.make(*self.args, **self.keywords)
+
+    @property
+    def roots(self) -> dict[str, Any]:
+        """What it may change without a word: what the program's functions in it name, and the objects it is given."""
+        found = {part.name: part.function for part in _parts(self.front) if isinstance(part, deterministic)}
+        given = (*self.args, *self.keywords.values()) if found else ()
+        return found | {type(value).__name__: value for value in given if _is_object(value)}
+
+
+class _Entry(NamedTuple):
+    """Where a value is kept, and for which arguments and files."""
+
+    store: CacheStore
+    group: str
+    key: str
+    arguments: bytes
+    files: list[list[int]]
+
+
+def _parts(front: Any) -> tuple[Any, ...]:
+    return front if isinstance(front, tuple) else (front,)
+
+
+def _is_object(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | np.ndarray | np.generic)
+
+
 def _joined(parts: Sequence[Any]) -> bytes:
     return b"".join(memoryview(part).tobytes() for part in parts)
 
@@ -300,6 +389,15 @@ def _identity(path: str | bytes) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
+def _may_change_unseen(identity: list[int]) -> bool:
+    """Whether a file may become another one and look the same, for it has changed just now."""
+    if not identity:
+        return False
+    changed_ns = identity[2]
+    tick_s = _YOUNG_S if changed_ns % 1_000_000_000 else _YOUNG_COARSE_S
+    return abs(time.time() - changed_ns / 1e9) < tick_s
+
+
 def digest_of_front(front: Any) -> str:
     """Of all that decides about a front's values beside its arguments: code, parameters, libraries and settings.
 
@@ -310,8 +408,8 @@ def digest_of_front(front: Any) -> str:
     pickled = pickle_apart(front)
     # Through pickle once: what Python shares between objects is then alike in all processes.
     pickled = pickle_apart(unpickle(pickled.blob, pickled.buffers)[0])
-    parts = front if isinstance(front, tuple) else (front,)
-    reached = Reached([*pickled.met, *(part.function for part in parts if isinstance(part, deterministic))], is_own)
+    functions = [part.function for part in _parts(front) if isinstance(part, deterministic)]
+    reached = Reached([*pickled.met, *functions], is_own)
     values = {".".join(place): digest for place, digest in reached.digests.items() if digest is not None}
     unsent = reached.unsent | {place: reached.values[place] for place, sent in reached.digests.items() if sent is None}
     for place, value in unsent.items():
@@ -326,12 +424,20 @@ def digest_of_front(front: Any) -> str:
 
 @functools.cache
 def _installed() -> str:
-    """Digest of the packages that this environment has, with their versions, and of its Python."""
-    names = []
+    """Digest of this environment's packages, of what they have installed, and of its Python."""
+    known: list[Any] = [sys.version]
     for place in dict.fromkeys((*sys.path, os.path.join(sys.prefix, "conda-meta"))):
-        if os.path.isdir(place or "."):
-            names += [name for name in os.listdir(place or ".") if name.endswith((".dist-info", ".egg-info", ".json"))]
-    return hashlib.blake2b(json.dumps([sys.version, *sorted(set(names))]).encode(), digest_size=16).hexdigest()
+        for name in sorted(os.listdir(place or ".")) if os.path.isdir(place or ".") else ():
+            if name.endswith((".dist-info", ".egg-info", ".json")):
+                known += [name, _content(os.path.join(place, name, "RECORD"))]
+    return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
+
+
+def _content(record: str) -> str:
+    """Of a package that was installed anew under the same version."""
+    with contextlib.suppress(OSError), open(record, "rb") as file:
+        return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+    return ""
 
 
 # --- datasets of torchvision -----------------------------------------------------------------------------------------
@@ -390,7 +496,7 @@ class _Split:
         num = next((place for place, step in enumerate(steps) if not _draws_nothing(step)), len(steps))
         front = (loader, *steps[:num])
         read = loader.function if isinstance(loader, deterministic) else loader
-        names = [read.__name__, *(type(step).__name__ for step in front[1:])]
+        names = [getattr(loader, "name", getattr(read, "__name__", "")), *(type(step).__name__ for step in front[1:])]
         if num == len(steps):
             behind = None if num or transform is None else transform
         else:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -23,7 +29,7 @@ from hetstream import DataLoader
 from hetstream.base.errors import ConfigError, OptionsError
 from hetstream.mpi_dataworkers.generators import making_sample, sample_generator
 from hetstream.mpi_dataworkers.ops import prefix_cache
-from hetstream.mpi_dataworkers.ops.cache_store import CacheStore, Damaged, Entry, store_path, victims
+from hetstream.mpi_dataworkers.ops.cache_store import CacheStore, Claim, Damaged, Entry, store_path, victims
 from hetstream.mpi_dataworkers.ops.cached_values import NotKept, packed, unpacked
 from hetstream.mpi_dataworkers.ops.prefix_cache import PrefixCache
 from hetstream.mpi_dataworkers.process.config import CachePlace, parse_cache
@@ -68,6 +74,32 @@ def with_set(path: str) -> set[int]:
     return set(work(path.encode()).tolist())
 
 
+@hetstream.deterministic
+def when_told(path: str, directory: str) -> torch.Tensor:
+    """Says that it is being made, and goes on when it may."""
+    Path(directory, "begun").touch()
+    while not Path(directory, "go").exists():
+        time.sleep(0.005)
+    return work(Path(path).read_bytes())
+
+
+LAST: dict[str, int] = {}
+
+
+@hetstream.deterministic
+def into_a_global(path: str) -> torch.Tensor:
+    made = work(Path(path).read_bytes())
+    LAST["first"] = int(made[0])
+    return made
+
+
+@hetstream.deterministic
+def into_its_argument(path: str, found: dict[str, int]) -> torch.Tensor:
+    made = work(Path(path).read_bytes())
+    found["first"] = int(made[0])
+    return made
+
+
 class Samples(torch.utils.data.Dataset[Any]):
     """Augments behind the front, in place."""
 
@@ -92,6 +124,30 @@ class ByMethod(Samples):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.read(self.paths[index]) + random.randrange(100)
+
+
+class IntoItself(Samples):
+    last = 0
+
+    @hetstream.deterministic
+    def read(self, path: str) -> torch.Tensor:
+        made = work(Path(path).read_bytes())
+        self.last = int(made[0])
+        return made
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.read(self.paths[index]) + self.last
+
+
+class IntoAGlobal(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return into_a_global(self.paths[index]) + LAST["first"]
+
+
+class IntoItsArgument(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        found: dict[str, int] = {}
+        return into_its_argument(self.paths[index], found) + found["first"]
 
 
 @pytest.fixture
@@ -211,9 +267,30 @@ def test_a_front_that_draws_is_not_kept(front: Any, call: Any, paths: list[str],
     program(front, paths[0])
     hits, misses, said = program.counts()
     assert (hits, misses) == (0, 0)
-    assert said == [f"{front.__name__} is made anew each time: it draws random numbers"]
+    assert said == [f"{front.__name__}({paths[0]!r},) draws random numbers: its values are not kept any more"]
     expected, _ = epochs(Samples(paths, front), "off")
     assert epochs(Samples(paths, front), place)[0] == expected
+
+
+@pytest.mark.shows("a front that leaves something behind for what augments the sample is not kept, and a line says so")
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (IntoItself, "leaves something behind: IntoItself.last: "),
+        (IntoAGlobal, "LAST['first']: "),
+        (IntoItsArgument, "changes its arguments"),
+    ],
+)
+def test_a_front_that_leaves_something_behind_is_not_kept(
+    kind: Any, what: str, paths: list[str], place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = epochs(kind(paths), "off")
+    found, stats = epochs(kind(paths), place)
+    assert found == expected
+    assert stats["cache_hits"] == 0
+    later, stats = epochs(kind(paths), place)
+    assert (later, stats["cache_hits"]) == (expected, 0)
+    assert any(what in line and "not kept any more" in line for line in caplog.messages)
 
 
 @pytest.mark.shows("hits are made again and compared: a front that is not deterministic ends its cache, with a line")
@@ -228,6 +305,73 @@ def test_what_differs_when_it_is_made_again_ends_the_cache(call: Any, paths: lis
     later = call()
     later(clock, paths[0])
     assert "gave another value" in later.counts()[2][0], "another process of this user is told, too"
+
+
+def test_what_a_method_calls_is_part_of_the_key(call: Any, paths: list[str]) -> None:
+    def kind(helper: Any) -> Any:
+        names = {"__module__": __name__, "prepared": helper}
+        return type("Prepares", (ByMethod,), names | {"read": hetstream.deterministic(Prepares.read)})(paths)
+
+    def made(helper: Any) -> torch.Tensor:
+        return call()(kind(helper).read, paths[0])
+
+    class Prepares(ByMethod):
+        def read(self, path: str) -> torch.Tensor:
+            return self.prepared(work(Path(path).read_bytes()))  # type: ignore[attr-defined, no-any-return]
+
+    raw = work(Path(paths[0]).read_bytes())
+    assert torch.equal(made(lambda _, data: data + 1), raw + 1)
+    assert torch.equal(made(lambda _, data: data + 2), raw + 2)
+
+
+class Scales:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, path: str) -> torch.Tensor:
+        return scaled(path, self.factor)
+
+
+def scaled(path: str, factor: int) -> torch.Tensor:
+    return work(Path(path).read_bytes()) * factor
+
+
+@pytest.mark.parametrize("kind", [Scales, lambda factor: functools.partial(scaled, factor=factor)])
+def test_what_can_be_called_is_a_front(kind: Any, call: Any, paths: list[str]) -> None:
+    for factor in (2, 3):
+        program, front = call(), hetstream.deterministic(kind(factor))
+        for _ in range(2):
+            assert torch.equal(program(front, paths[0]), scaled(paths[0], factor))
+        assert program.counts() == (1, 1, [])
+
+
+def test_a_front_that_is_not_found_under_its_name_travels_itself() -> None:
+    front = hetstream.deterministic(scaled)  # under that name there is another one
+    assert cloudpickle.loads(cloudpickle.dumps(front)).function is scaled
+    assert cloudpickle.loads(cloudpickle.dumps(load)) is load
+
+
+def test_a_package_that_is_installed_anew_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "theirs-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = []
+    for content in ("a", "b", "a"):
+        record.write_text(content)
+        found.append(prefix_cache._installed.__wrapped__())
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_clock_that_counts_seconds_hides_more() -> None:
+    def may_change(age_s: float) -> bool:
+        return prefix_cache._may_change_unseen([10, 0, int((time.time() - age_s) * 1e9) | 1, 7])
+
+    whole_s = int(time.time()) * 1_000_000_000
+    assert prefix_cache._may_change_unseen([10, 0, whole_s - 1_000_000_000, 7])
+    assert not prefix_cache._may_change_unseen([10, 0, whole_s - 10_000_000_000, 7])
+    assert not may_change(10.0)
+    assert not may_change(-3600.0), "the clock was set back"
+    assert not prefix_cache._may_change_unseen([])
 
 
 def test_what_cannot_be_kept_is_named(call: Any, paths: list[str]) -> None:
@@ -293,6 +437,89 @@ def test_killed_in_the_middle_of_a_write(call: Any, paths: list[str], place: str
     assert sum(entry.stat().st_size for entry in entries_of(place)) <= store.bound_bytes
 
 
+KEY, OTHER = f"{7:032x}", f"{7 << 100:032x}"
+
+
+@pytest.fixture
+def two_stores(place: str) -> Iterator[tuple[CacheStore, CacheStore]]:
+    """Of two processes: locks belong to open files."""
+    stores = CacheStore(parse_cache(place)), CacheStore(parse_cache(place))
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def test_one_process_makes_an_entry_and_others_wait(two_stores: tuple[CacheStore, CacheStore]) -> None:
+    first, second = two_stores
+    claim, was_held = first.wait_for_maker("group", KEY, 30.0)
+    assert claim is not None
+    assert not was_held
+    assert second.wait_for_maker("group", KEY, 0.0) == (None, True), "for so long"
+    other, was_held = second.wait_for_maker("group", OTHER, 0.0)
+    assert other is not None
+    assert not was_held
+    assert first.put("group", KEY, [b"value"], 1.0)
+    assert second.wait_for_maker("group", KEY, 3600.0) == (None, True), "what is there is waited for no longer"
+    claim.give_back()
+    assert second.wait_for_maker("group", KEY, 0.0)[1] is False
+
+
+@pytest.mark.shows("a process that is killed while it makes an entry holds nobody up")
+def test_the_claim_of_a_dead_process_is_gone(two_stores: tuple[CacheStore, CacheStore], place: str) -> None:
+    source = f"""
+        import time
+        from hetstream.mpi_dataworkers.ops.cache_store import CacheStore
+        from hetstream.mpi_dataworkers.process.config import parse_cache
+        store = CacheStore(parse_cache({place!r}))
+        print(store.wait_for_maker("group", {KEY!r}, 0.0)[1], flush=True)
+        time.sleep(3600)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        said, before = maker.stdout.readline(), two_stores[0].wait_for_maker("group", KEY, 0.0)
+        maker.kill()
+    assert (said, before) == ("False\n", (None, True))
+    claim, was_held = two_stores[0].wait_for_maker("group", KEY, 30.0)
+    assert claim is not None
+    assert not was_held
+
+
+@pytest.mark.shows("jobs that begin together make no sample twice")
+def test_who_would_make_the_same_waits_for_it(
+    call: Any, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    waits, take = threading.Event(), Claim.take
+
+    def taken(claim: Claim) -> bool:
+        found = take(claim)
+        if not found:
+            waits.set()
+        return found
+
+    monkeypatch.setattr(Claim, "take", taken)
+    monkeypatch.setattr(prefix_cache, "_WAIT_S", 60.0)
+    programs = call(), call()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(programs[0], when_told, paths[0], str(tmp_path))
+        wait_until((tmp_path / "begun").exists, timeout_s=30, what="the first")
+        second = threads.submit(programs[1], when_told, paths[0], str(tmp_path))
+        assert waits.wait(30)
+        (tmp_path / "go").touch()
+        assert torch.equal(first.result(), second.result())
+    assert [program.counts()[:2] for program in programs] == [(0, 1), (1, 0)]
+
+
+def test_nobody_waits_for_what_is_not_kept(
+    call: Any, paths: list[str], tmp_path: Path, two_stores: tuple[CacheStore, CacheStore]
+) -> None:
+    """Where there is no room, all would make their samples at the pace of one."""
+    program, asked = call(), []
+    program.cache._claim = lambda entry: asked.append(entry) or (None, True)
+    for path in paths[:3]:
+        program(load, path)
+    assert len(asked) == 1
+
+
 @pytest.mark.shows("the prefix cache stays within its bound")
 def test_the_bound_holds_and_what_is_there_stays(paths: list[str], place: str) -> None:
     expected, _ = epochs(Samples(paths), "off")
@@ -330,7 +557,7 @@ def test_two_programs_at_once(paths: list[str], place: str) -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(source)]
     programs = [subprocess.Popen(command) for _ in range(2)]
-    assert [program.wait(60) for program in programs] == [0, 0]
+    assert [program.wait(240) for program in programs] == [0, 0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
@@ -360,6 +587,52 @@ def test_it_says_that_it_has_no_effect(paths: list[str], place: str, caplog: pyt
         list(loader)
     (line,) = [line for line in caplog.messages if "cache" in line]
     assert "has no effect: samples of TensorDataset have no front that is known to be deterministic" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
+@pytest.mark.shows("users never share entries of a prefix cache")
+def test_two_users_have_two_caches() -> None:
+    source = """
+        import os, sys
+        from pathlib import Path
+        from test_prefix_cache import load, making_sample, PrefixCache, work
+        place, path = sys.argv[1:]
+        os.setgroups([]), os.setgid(65534), os.setuid(65534)
+        cache = PrefixCache(place, [], None)
+        with making_sample(1, cache):
+            load(path)
+        report = cache.take_report()
+        print(report.hits, report.misses, sorted(os.listdir(place)))
+        os.listdir(f"{place}/hetstream-cache-0")
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path, place = Path(directory, "file"), Path(directory, "scratch")
+        path.write_bytes(bytes(100))
+        place.mkdir()
+        for made in (path, place, Path(directory)):
+            made.chmod(0o1777)
+        time.sleep(2 * prefix_cache._YOUNG_S)
+        cache = PrefixCache(str(place), [], None)
+        with making_sample(1, cache):
+            load(str(path))
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(source), str(place), str(path)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.stdout == "0 1 ['hetstream-cache-0', 'hetstream-cache-65534']\n", done.stderr
+    assert "PermissionError" in done.stderr
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_it_says_that_streams_are_not_kept(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    with DataLoader(Stream(), batch_size=4, cache=place) as loader:
+        list(loader)
+    (line,) = [line for line in caplog.messages if "cache" in line]
+    assert "has no effect: elements of an IterableDataset (Stream) are not kept" in line
 
 
 @pytest.mark.parametrize("text", ["memory", "memory:0G", "8G", "cache", "memory:8", "/a\nb", "/local:0G"])
@@ -421,11 +694,24 @@ def test_what_was_one_object_stays_one() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{1}, object(), torch.nn.Parameter(_BASE), (_BASE, _BASE[0]), np.arange(9)[::-1], print, _BASE[:, :, ::5][:1], 1j],
-    ids=["set", "object", "parameter", "shared", "turned", "function", "part", "complex"],
+    [
+        {1},
+        object(),
+        torch.nn.Parameter(_BASE),
+        (_BASE, _BASE[0]),
+        np.arange(9)[::-1],
+        print,
+        _BASE[:, :, ::5][:1],
+        1j,
+        _BASE[:, 0, 0],
+    ],
+    ids=["set", "object", "parameter", "shared", "turned", "function", "part", "complex", "attribute"],
 )
 def test_what_would_not_come_back_as_it_was_is_not_kept(value: Any) -> None:
-    if isinstance(value, torch.Tensor) and value.numel() == 4:
+    if isinstance(value, torch.Tensor) and value.numel() == 3:
+        value = torch.zeros(3)
+        value.label = 1  # type: ignore[attr-defined]
+    elif isinstance(value, torch.Tensor) and value.numel() == 4:
         value = torch.zeros(1000, 100)[:, 0]
     with pytest.raises(NotKept):
         packed(value)
@@ -436,9 +722,7 @@ def test_reading_names_no_code() -> None:
         def __reduce__(self) -> Any:
             return print, ("run",)
 
-    import pickle
-
-    head = pickle.dumps(([], pickle.dumps(Runs.__reduce__(Runs())[0])))
+    head = pickle.dumps(Runs())
     joined = len(head).to_bytes(8, "little") + head
     data = aligned(len(joined))
     data[:] = np.frombuffer(joined, np.uint8)
@@ -449,9 +733,14 @@ def test_reading_names_no_code() -> None:
 def test_images_come_back_as_they_were() -> None:
     image_module = pytest.importorskip("PIL.Image")
     image = image_module.effect_noise((31, 17), 50).convert("RGB")
-    image.info = {"dpi": (72, 72), "exif": b"Exif"}
+    image.info = {"dpi": (72, 72), "exif": b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0"}
     found, _ = copied(image)
     assert (found.tobytes(), found.size, found.info) == (image.tobytes(), image.size, image.info)
+    image.getexif()
+    assert copied(image)[1] == copied(found)[1]
+    image.label = 1
+    with pytest.raises(NotKept, match="attribute label"):
+        packed(image)
 
 
 def test_idle_fronts_go_first_then_those_of_less_benefit() -> None:

@@ -24,13 +24,12 @@ import torch.utils.data
 
 from benchmarks import harness, machine
 from benchmarks.clients.gpu_models import resnet50
-from benchmarks.clients.images import file_class
+from benchmarks.clients.images import Photographs
 from benchmarks.harness import Row, System, row_of, say
 from benchmarks.overhead import write_synthetic
 from benchmarks.rap_cases import NO_GPU
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.gpu_features.capacity import Clock, CudaClock, HostClock
-from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop
 
 SECONDS = 75.0
 # Of the time for all, what is left beside making the photographs, and beside processes that end.
@@ -163,7 +162,7 @@ class _Photographs(torch.utils.data.Dataset[Any]):
     """A few files as a long data set: a pass over them would be over before the processes have started."""
 
     def __init__(self, folder: Path, side: int, passes: int) -> None:
-        self._folder = ImageFolder(folder, label_of=file_class, transform=RandomResizedCrop(side))
+        self._folder = Photographs(folder, side)
         self._passes = passes
 
     def __len__(self) -> int:

@@ -169,7 +169,6 @@ ROWS: dict[str, dict[str, str]] = {
         ),
         "mpi_dataworkers/sources/hdf5.py": "_open",
         "mpi_dataworkers/images/folder.py": "ImageFolder.__init__ ImageFolder._images ImageFolder._make",
-        "mpi_dataworkers/sources/images.py": "ImageFolder._refuse_empty_classes _images decode",
         "slurm_plugin/cli/submit.py": "_read_script run_convert",
         "slurm_plugin/cli/cluster_source.py": "read_text",
         "slurm_plugin/cli/run.py": "run",

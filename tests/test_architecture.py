@@ -134,7 +134,7 @@ HOMES = {
         "mpi_dataworkers/gpu_features/probes.py",
     ),
     "h5py": ("mpi_dataworkers/sources/",),
-    "PIL": ("mpi_dataworkers/sources/", "mpi_dataworkers/images/"),
+    "PIL": ("mpi_dataworkers/images/",),
     "pyarrow": ("mpi_dataworkers/sources/tables.py",),
     "torchrec": ("mpi_dataworkers/features/batches.py",),
     "horovod": ("mpi_dataworkers/horovod.py",),

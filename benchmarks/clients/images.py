@@ -8,21 +8,27 @@ left over by the loader goes into images.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import Meter, touch
-from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop
+from hetstream import sample_generator
+from hetstream.mpi_dataworkers.generators import makes_sample
 
 BATCH_SIZE = 64
 # One pass over a small folder is shorter than the window; passes are chained so that no epoch ends inside it.
@@ -69,15 +75,41 @@ class Timing:
     other_load: float
 
 
-def file_class(name: str) -> str:
-    """Take the class from `n02087394_Rhodesian_ridgeback.JPEG`."""
-    return name.split("_")[0]
+class Photographs(Dataset[Any]):
+    """What a program might have: Pillow decodes, and cuts and resizes at random; uint8 NHWC and the class.
+
+    A file's class is in its name, as in `n02087394_Rhodesian_ridgeback.JPEG`.
+    """
+
+    thread_safe = True
+
+    def __init__(self, root: str | Path, size: int = 224) -> None:
+        self._files = sorted(Path(root).iterdir())
+        names = [file.name.split("_")[0] for file in self._files]
+        self.classes = sorted(set(names))
+        self._labels = [self.classes.index(name) for name in names]
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        draw = sample_generator() if makes_sample() else random.Random(random.getrandbits(64))
+        with Image.open(self._files[index]) as file:
+            image = file.convert("RGB")
+        area = image.width * image.height * draw.uniform(0.08, 1)
+        ratio = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
+        width = min(image.width, round(math.sqrt(area * ratio)))
+        height = min(image.height, round(math.sqrt(area / ratio)))
+        left, top = draw.randint(0, image.width - width), draw.randint(0, image.height - height)
+        box = left, top, left + width, top + height
+        pixels = np.array(image.resize((self._size, self._size), Image.Resampling.BILINEAR, box))
+        return (np.ascontiguousarray(pixels[:, ::-1]) if draw.random() < 0.5 else pixels), self._labels[index]
 
 
 def images(root: str) -> Dataset[Any]:
     """The dataset of every system."""
-    folder: Any = ImageFolder(root, label_of=file_class, transform=RandomResizedCrop(224))
-    return ConcatDataset([folder] * PASSES)
+    return ConcatDataset([Photographs(root)] * PASSES)
 
 
 def timed(loader: Iterable[Any], request: Request, cores: set[int], waiting: Callable[[], int] = lambda: 0) -> Timing:

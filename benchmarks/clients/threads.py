@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
-from benchmarks.clients.images import BATCH_SIZE, PASSES, Options, Request, Timing, file_class, timed
+from benchmarks.clients.images import BATCH_SIZE, PASSES, Options, Photographs, Request, Timing, timed
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.startup import makers_pss_bytes
-from hetstream.mpi_dataworkers.sources.images import ImageFolder, RandomResizedCrop
 
 
 class Passes(ConcatDataset[Any]):
@@ -37,8 +36,7 @@ class Measured:
 
 def images(root: str) -> Passes:
     """The dataset of every system."""
-    folder: Any = ImageFolder(root, label_of=file_class, transform=RandomResizedCrop(224))
-    return Passes([folder] * PASSES)
+    return Passes([Photographs(root)] * PASSES)
 
 
 def torch_loader(request: Request, options: Options) -> Measured:

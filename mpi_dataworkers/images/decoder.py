@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hetstream.base.installed import install_command
 from hetstream.mpi_dataworkers.compiling import compiled, compiler
 from hetstream.mpi_dataworkers.errors import SourceError
 from hetstream.mpi_dataworkers.images.recipes import NHWC, Output, Window
-from hetstream.mpi_dataworkers.sources.images import pillow_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -37,6 +37,19 @@ _INTERFACES = ((62, 632), (80, 656), (62, 656))
 # Modes whose pixels do not fit 8 bits: Pillow would clip them to white without a word.
 _DEEP_MODES = ("I", "F")
 _JPEG = b"\xff\xd8"
+
+
+def pillow_image() -> Any:
+    """Pillow's `Image`, from where images are decoded: loaders and data workers of all other data do without it.
+
+    Raises:
+        ImportError: it is not installed; how to is said.
+    """
+    try:
+        from PIL import Image
+    except ImportError as exc:
+        raise ImportError(f"images need Pillow, which is not installed: {install_command('images')}") from exc
+    return Image
 
 
 class Wanted(ctypes.Structure):

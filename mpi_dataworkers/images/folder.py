@@ -19,9 +19,9 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from hetstream.mpi_dataworkers.errors import SourceError
 from hetstream.mpi_dataworkers.generators import current_cache, makes_sample
-from hetstream.mpi_dataworkers.images.decoder import Rules, make_image, native
+from hetstream.mpi_dataworkers.images.decoder import Rules, make_image, native, pillow_image
 from hetstream.mpi_dataworkers.images.recipes import NCHW, NHWC, EvaluationRecipe, Output, TrainingRecipe
-from hetstream.mpi_dataworkers.sources.images import pillow_image, transforms_what_it_reads
+from hetstream.mpi_dataworkers.sources import transforms_what_it_reads
 
 # torchvision's.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

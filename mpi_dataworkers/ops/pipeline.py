@@ -41,7 +41,7 @@ from hetstream.mpi_dataworkers.order.sharding import Indices, derive_seed
 from hetstream.mpi_dataworkers.process.children import ForksEndHere
 from hetstream.mpi_dataworkers.process.handlers import others, suppressed_others
 from hetstream.mpi_dataworkers.process.interpreter import this_interpreter
-from hetstream.mpi_dataworkers.sources.images import reads_apart
+from hetstream.mpi_dataworkers.sources import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.failures import OnFailure, StepFailures
 from hetstream.mpi_dataworkers.wire.messages import CacheReport, ErrorPolicy, Failure

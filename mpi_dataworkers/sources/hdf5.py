@@ -19,7 +19,7 @@ import numpy as np
 from hetstream.base.access import others_can_write, unsafe_above
 from hetstream.base.installed import install_command
 from hetstream.mpi_dataworkers.errors import SourceError
-from hetstream.mpi_dataworkers.sources.images import transforms_what_it_reads
+from hetstream.mpi_dataworkers.sources import transforms_what_it_reads
 
 try:
     import h5py

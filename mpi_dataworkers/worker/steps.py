@@ -35,7 +35,7 @@ from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, plan_of
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.order.sharding import Indices, SampleSeeds
 from hetstream.mpi_dataworkers.process.children import ForksEndHere
-from hetstream.mpi_dataworkers.sources.images import reads_apart
+from hetstream.mpi_dataworkers.sources import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Buffer, Leaf, Parcel, fuse, shared_bytes, size_of
 from hetstream.mpi_dataworkers.wire.messages import (

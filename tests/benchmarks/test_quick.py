@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import overhead
-from benchmarks.clients.images import file_class
+from benchmarks.clients.images import Photographs
 from benchmarks.gpu_machines import CLIENTS, ON_CPU, ON_CUDA, Sizes, why_no_gpu
 from hetstream.mpi_dataworkers.features import native
-from hetstream.mpi_dataworkers.sources.images import ImageFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -196,11 +195,11 @@ def test_twelve_kills_of_a_training_tear_and_mix_nothing(tmp_path: Path) -> None
 
 def test_synthetic_photographs_can_be_read(tmp_path: Path) -> None:
     overhead.write_synthetic(tmp_path / "jpeg", 5)
-    source = ImageFolder(tmp_path / "jpeg", label_of=file_class)
+    source = Photographs(tmp_path / "jpeg", 375)
     assert len(source) == 5
     assert len(source.classes) == 4
     image, _ = source[0]
-    assert image.shape == (375, 500, 3)
+    assert image.shape == (375, 375, 3)
     assert image.std() > 10, "a picture without detail is no stand-in for a photograph"
 
 

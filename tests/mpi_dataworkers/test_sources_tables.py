@@ -18,11 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset
 
-from hetstream import DataLoader
+from hetstream import DataLoader, EvaluationRecipe, ImageFolder
 from hetstream.errors import FeatureError, SourceError
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable, collate_rows
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
-from hetstream.mpi_dataworkers.sources.images import ImageFolder
 from hetstream.mpi_dataworkers.sources.tables import CsvDataset, ParquetDataset, RowGroupSampler
 
 ROWS = 50
@@ -199,7 +198,7 @@ def test_names_of_files_and_columns_are_no_more_than_text_in_errors(tmp_path: Pa
         lambda: CsvDataset(tmp_path / name, {"a": "int64"}),
         lambda: pq.write_table(table, parquet := tmp_path / "names.parquet") or ParquetDataset(parquet, {"a": "int64"}),
         lambda: ParquetDataset(csv_of(tmp_path / f"{name}.parquet", "no"), {"a": "int64"}),
-        lambda: ImageFolder(tmp_path / name),
+        lambda: ImageFolder(tmp_path / name, EvaluationRecipe()),
         lambda: Hdf5Dataset(tmp_path / name, ["x"]),
     ):
         with pytest.raises(SourceError) as caught:

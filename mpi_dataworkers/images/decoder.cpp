@@ -18,10 +18,17 @@ namespace {
 
 // The beginning of its structures, which is the same in versions 6.2, 7 and 8 of its interface. It compares version
 // and size with its own when a decompressor is made; whether the fields are right, `decoder.py` tries out.
+constexpr int COEFFICIENTS = 64;
+
+struct Source {
+    const unsigned char *next;
+    size_t bytes;
+};
+
 struct Jpeg {
     void *errors, *memory, *progress, *client_data;
     int is_decompressor, state;
-    void *source;
+    Source *source;
     uint32_t image_width, image_height;
     int num_components, jpeg_color_space, out_color_space;
     uint32_t scale_num, scale_denom;
@@ -32,6 +39,11 @@ struct Jpeg {
     int out_color_components, output_components, rec_outbuf_height, actual_num_colors;
     void *colormap;
     uint32_t output_scanline;
+    int input_scan_number;
+    uint32_t input_unit_row;
+    int output_scan_number;
+    uint32_t output_unit_row;
+    int (*missing_bits)[COEFFICIENTS];  // of each component; null where the file is not progressive
     unsigned char others[1024];
 };
 
@@ -56,9 +68,7 @@ struct Functions {
     uint32_t (*read)(Jpeg *, unsigned char **, uint32_t);
     void (*destroy)(Jpeg *);
 };
-Functions jpeg;
-int version;
-size_t struct_bytes;
+Functions jpeg;  // the same ones whoever sets them
 
 struct Axis {
     int32_t first, end;  // of the source, what is read
@@ -72,7 +82,8 @@ struct Image {
     Jpeg jpeg;
     Errors errors;
     jmp_buf failed;
-    bool is_created, is_complete;
+    const unsigned char *data;
+    bool is_created;
     Axis columns, rows;
     unsigned char *memory;
 };
@@ -185,6 +196,76 @@ void down(const int32_t *weights, int taps, const unsigned char *const *rows, un
     }
 }
 
+// --- what is plain ----------------------------------------------------------------------------------------------
+
+// libjpeg skips what Pillow reads: of a header it would refuse, and of rows that are not needed, the answer is "no", too.
+
+bool begins(const unsigned char *found, int64_t bytes, const char *name, int64_t name_bytes) {
+    return bytes >= name_bytes && !memcmp(found, name, name_bytes);
+}
+
+int64_t number(const unsigned char *found, int bytes) {
+    int64_t value = 0;
+    for (int at = 0; at < bytes; at++) value = value << 8 | found[at];
+    return value;
+}
+
+// An application's segment: long enough for what Pillow reads in it.
+bool is_plain_segment(int marker, const unsigned char *found, int64_t bytes) {
+    if (marker == 0xe0 && begins(found, bytes, "JFIF", 4)) return bytes >= 7;
+    if (marker == 0xee && begins(found, bytes, "Adobe", 5)) return bytes >= 7;
+    if (marker == 0xe2 && begins(found, bytes, "ICC_PROFILE", 12)) return bytes >= 14;
+    if (marker == 0xe2 && begins(found, bytes, "MPF", 4)) return false;  // several images
+    if (marker != 0xed || !begins(found, bytes, "Photoshop 3.0", 14)) return true;
+    for (int64_t at = 14; begins(found + at, bytes - at, "8BIM", 4);) {  // number, name, bytes
+        int64_t name = at + 6;
+        if (name >= bytes) return false;
+        int64_t size = name + 1 + found[name];
+        size += size & 1;
+        if (size + 4 > bytes) return false;
+        at = size + 4 + number(found + size, 4);
+        at += at & 1;
+        if (at > bytes) break;
+    }
+    return true;
+}
+
+bool is_plain_header(const unsigned char *data, int64_t bytes) {
+    for (int64_t at = 2; at + 4 <= bytes && data[at] == 0xff;) {
+        const int marker = data[at + 1];
+        const int64_t size = number(data + at + 2, 2);
+        if (size < 2 || at + 2 + size > bytes) return false;
+        if (marker == 0xda) return true;  // the rows follow
+        const bool is_application = marker >= 0xe0 && marker <= 0xef;
+        if (is_application && !is_plain_segment(marker, data + at + 4, size - 2)) return false;
+        // A frame, Huffman and quantization tables, restart interval, comment: libjpeg is the stricter reader.
+        const bool is_frame = marker >= 0xc0 && marker <= 0xcf && marker != 0xc8;
+        if (!is_application && !is_frame && marker != 0xdb && marker != 0xdd && marker != 0xfe) return false;
+        at += 2 + size;
+    }
+    return false;
+}
+
+// Whether each scan of a progressive file is there. Else libjpeg smooths over blocks, of those that it decodes alone.
+bool is_whole(const Jpeg &decoder) {
+    for (int component = 0; decoder.missing_bits && component < decoder.num_components; component++)
+        for (int bits : decoder.missing_bits[component])
+            if (bits) return false;
+    return true;
+}
+
+// Whether nothing but rows lies before the end: what Pillow would stumble over there is not decoded here.
+bool ends_well(const Image &image) {
+    const unsigned char *at = image.jpeg.source->next, *const end = at + image.jpeg.source->bytes;
+    if (at - image.data > 1 && at[-2] == 0xff) at -= 2;  // a marker that was read ahead
+    while ((at = (const unsigned char *)memchr(at, 0xff, end - at)) && end - at > 1) {
+        if (at[1] == 0xd9) return true;
+        if (at[1] && at[1] != 0xff && (at[1] < 0xd0 || at[1] > 0xd7)) return false;
+        at += at[1] == 0xff ? 1 : 2;
+    }
+    return false;
+}
+
 // --- what a call does -------------------------------------------------------------------------------------------
 
 // What is wanted of an image; decoder.py has the same fields.
@@ -286,7 +367,7 @@ bool make(Image &image, const Wanted &wanted) {
     decoder.scale_num = (uint32_t)eighths;
     decoder.scale_denom = 8;
     decoder.out_color_space = RGBX;
-    if (!jpeg.start(&decoder)) return false;
+    if (!jpeg.start(&decoder) || !is_whole(decoder)) return false;
     const double scale = (double)eighths / 8;
     const int64_t whole_width = decoder.output_width, whole_height = decoder.output_height;
     if (!plan(image.columns, wanted.left * scale, wanted.width * scale, wanted.made_width, wanted.first_column,
@@ -303,25 +384,14 @@ bool make(Image &image, const Wanted &wanted) {
     for (int64_t at = 0; at < wanted.num_columns; at++) image.columns.starts[at] -= (int32_t)left;
     if (image.rows.first) jpeg.skip(&decoder, (uint32_t)image.rows.first);
     if (!run(image, wanted, width)) return false;
-    // What ends as a JPEG file does is not cut off; of any other the rest is read, too.
-    unsigned char *ignored = image.memory;
-    while (!image.is_complete && decoder.output_scanline < whole_height) {
-        const int64_t unread = whole_height - 1 - decoder.output_scanline;
-        if (unread > 0) jpeg.skip(&decoder, (uint32_t)unread);
-        if (jpeg.read(&decoder, &ignored, 1) != 1) return false;
-    }
-    return true;
+    return ends_well(image);
 }
 
 }  // namespace
 
 extern "C" {
 
-void hetstream_jpeg_use(const Functions *functions, int interface, int64_t bytes) {
-    jpeg = *functions;
-    version = interface;
-    struct_bytes = (size_t)bytes;
-}
+void hetstream_jpeg_use(const Functions *functions) { jpeg = *functions; }
 
 void hetstream_jpeg_close(Image *image) {
     if (!image) return;
@@ -333,16 +403,17 @@ void hetstream_jpeg_close(Image *image) {
 }
 
 // A file's header; null where it is not a plain one of grey or of three colours. `data` must stay until it is closed.
-Image *hetstream_jpeg_open(const unsigned char *data, int64_t bytes, int64_t *width_and_height) {
-    Image *image = (Image *)calloc(1, sizeof(Image));
+Image *hetstream_jpeg_open(int version, int64_t struct_bytes, const unsigned char *data, int64_t bytes,
+                           int64_t *width_and_height) {
+    Image *image = is_plain_header(data, bytes) ? (Image *)calloc(1, sizeof(Image)) : 0;
     if (!image) return 0;
     image->jpeg.errors = jpeg.std_error(&image->errors);
     image->errors.exit = fail;
     image->errors.message = complain;
     if (setjmp(image->failed)) return hetstream_jpeg_close(image), (Image *)0;
-    jpeg.create(&image->jpeg, version, struct_bytes);
+    jpeg.create(&image->jpeg, version, (size_t)struct_bytes);
     image->is_created = true;
-    image->is_complete = bytes > 1 && data[bytes - 2] == 0xff && data[bytes - 1] == 0xd9;
+    image->data = data;
     jpeg.source(&image->jpeg, data, (unsigned long)bytes);
     if (jpeg.read_header(&image->jpeg, 1) != HEADER_OK || (image->jpeg.num_components != 1 && image->jpeg.num_components != 3))
         return hetstream_jpeg_close(image), (Image *)0;

@@ -70,10 +70,12 @@ class Native(NamedTuple):
 
     Attributes:
         library: they.
+        interface: the version of libjpeg's, and the bytes of its structure.
         rows_may_be_first: whether Pillow resizes a tall image's rows before its columns, as it does from 12 on.
     """
 
     library: Any
+    interface: tuple[int, int]
     rows_may_be_first: bool
 
     def make(self, opened: int, window: Window, output: Output, is_exact: bool, address: int) -> bool:
@@ -114,18 +116,24 @@ def _native() -> Native:
         *(ctypes.cast(getattr(pillow, name), ctypes.c_void_p).value for name in _FUNCTIONS)
     )
     library = compiled(path, _SOURCE)
-    library.hetstream_jpeg_use.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    library.hetstream_jpeg_use.argtypes = [ctypes.c_void_p]
     library.hetstream_jpeg_use.restype = None
-    library.hetstream_jpeg_open.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
+    library.hetstream_jpeg_open.argtypes = [
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_char_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
     library.hetstream_jpeg_open.restype = ctypes.c_void_p
     library.hetstream_jpeg_make.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.hetstream_jpeg_make.restype = ctypes.c_int
     library.hetstream_jpeg_close.argtypes = [ctypes.c_void_p]
     library.hetstream_jpeg_close.restype = None
+    library.hetstream_jpeg_use(functions)
     for interface in _INTERFACES:
-        library.hetstream_jpeg_use(functions, *interface)
         for rows_may_be_first in (True, False):
-            found = Native(library, rows_may_be_first)
+            found = Native(library, interface, rows_may_be_first)
             if _decodes_as_pillow(found):
                 return found
     raise OSError("the libjpeg of Pillow is none that native code can use, or Pillow resizes in another way")
@@ -157,7 +165,7 @@ def _decodes_as_pillow(found: Native) -> bool:
 def _opened(found: Native, data: bytes) -> tuple[int | None, int, int]:
     """What native code has of a file whose header it can read, and the image's width and height in pixels."""
     size = (ctypes.c_int64 * 2)()
-    return found.library.hetstream_jpeg_open(data, len(data), size), size[0], size[1]
+    return found.library.hetstream_jpeg_open(*found.interface, data, len(data), size), size[0], size[1]
 
 
 class Rules(NamedTuple):

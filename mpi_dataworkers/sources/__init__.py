@@ -2,9 +2,9 @@
 
 Most modules need a library of their own (an extra of the distribution), so this package imports none of them: write
 `from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset`. The classes are map-style datasets by protocol
-(`__len__`, `__getitem__`, `__getitems__`), return numpy arrays and Python scalars (those of rows a mapping of them), and
-never import torch: torch's own DataLoader takes them as they are, and a data worker that serves them need not load torch
-for their sake.
+(`__len__`, `__getitem__`, `__getitems__`), return numpy arrays and Python scalars (those of rows a mapping of them),
+and never import torch: torch's own DataLoader takes them as they are, and a data worker that serves them need not load
+torch for their sake.
 
 Those that read the samples of a batch at once, and transform them one by one, each with its own seed, carry a mark.
 """

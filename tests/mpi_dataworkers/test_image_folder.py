@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -9,6 +10,8 @@ import os
 import pickle
 import random
 import re
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -416,3 +419,200 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "empty")
     with pytest.raises(SourceError, match="subfolder without an image: empty"):
         ImageFolder(tmp_path, EvaluationRecipe())
+
+
+# Files that nobody would save: the same pixels as Pillow's, or both refuse.
+
+
+def segment(marker: int, data: bytes) -> bytes:
+    return bytes((0xFF, marker)) + (len(data) + 2).to_bytes(2, "big") + data
+
+
+class Bits:
+    """Bits of a JPEG scan."""
+
+    def __init__(self) -> None:
+        self.bytes, self._value, self._count = bytearray(), 0, 0
+
+    def put(self, value: int, count: int) -> None:
+        self._value, self._count = self._value << count | value, self._count + count
+        while self._count >= 8:
+            self._count -= 8
+            byte = self._value >> self._count & 255
+            self.bytes += b"\xff\0" if byte == 255 else bytes((byte,))
+
+    def end(self) -> None:
+        self.put((1 << -self._count % 8) - 1, -self._count % 8)
+
+
+def of_sampling(sampling: list[tuple[int, int]], width: int, height: int, restart: int, draw: random.Random) -> bytes:
+    """A baseline file of random coefficients, whose components are sampled as no encoder does it."""
+    across, down = max(wide for wide, _ in sampling), max(high for _, high in sampling)
+    if len(sampling) == 1:
+        across = down = 1
+    num_units = math.ceil(width / 8 / across) * math.ceil(height / 8 / down)
+    bits = Bits()
+    for unit in range(num_units):
+        if restart and unit and unit % restart == 0:
+            bits.end()
+            bits.bytes += bytes((0xFF, 0xD0 + (unit // restart - 1) % 8))
+        for wide, high in sampling if len(sampling) > 1 else [(1, 1)]:
+            for _ in range(wide * high):
+                category = draw.randrange(7)
+                bits.put(category, 4)
+                bits.put(draw.getrandbits(category) if category else 0, category)
+                for _ in range(draw.randrange(6)):
+                    size = draw.randint(1, 3)
+                    bits.put(size, 3)
+                    bits.put(draw.getrandbits(size), size)
+                bits.put(0, 3)
+    bits.end()
+    frame = b"".join(bytes((at + 1, wide << 4 | high, 0)) for at, (wide, high) in enumerate(sampling))
+    tables = bytes((0, 0, 0, 0, 12, *[0] * 12, *range(12))), bytes((0x10, 0, 0, 4, *[0] * 13, *range(4)))
+    return b"".join((
+        b"\xff\xd8", segment(0xDB, bytes((0, *[9] * 64))), *(segment(0xC4, table) for table in tables),
+        segment(0xDD, restart.to_bytes(2, "big")),
+        segment(0xC0, bytes((8, *height.to_bytes(2, "big"), *width.to_bytes(2, "big"), len(sampling))) + frame),
+        segment(0xDA, bytes((len(sampling), *sum(((at + 1, 0) for at in range(len(sampling))), ()), 0, 63, 0))),
+        bytes(bits.bytes), b"\xff\xd9",
+    ))  # fmt: skip
+
+
+SAMPLINGS = {
+    "4:1:1": [(4, 1), (1, 1), (1, 1)],
+    "4:4:0": [(1, 2), (1, 1), (1, 1)],
+    "4:1:0": [(4, 2), (1, 1), (1, 1)],
+    "3:1:1": [(3, 1), (1, 1), (1, 1)],
+    "colours larger": [(1, 1), (2, 2), (1, 1)],
+    "colours differ": [(2, 2), (1, 2), (2, 1)],
+    "grey of four": [(2, 2)],
+    "none known": [(2, 1), (1, 2), (1, 1)],
+}
+
+
+@needs_compiler
+@pytest.mark.shows("ImageFolder gives Pillow's pixels, bit for bit")
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_each_sampling_of_colours(sampling: str, natively: list[bool]) -> None:
+    draw = random.Random(sampling)
+    for width, height, restart in ((97, 71, 0), (40, 130, 3), (31, 8, 1)):
+        data = of_sampling(SAMPLINGS[sampling], width, height, restart, draw)
+        for window in windows(width, height, 24, 12):
+            assert np.array_equal(made(data, window, 24), by_pillow(data, window, 24)), (width, height, window)
+    assert all(natively)
+
+
+@pytest.mark.parametrize("subsampling", [0, 2])
+def test_progressive_files_that_lack_scans(subsampling: int) -> None:
+    """libjpeg smooths their blocks, by the neighbours that it decodes."""
+    data = encoded(photograph(200, 150), subsampling=subsampling, progressive=True)
+    scans = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
+    for scan in scans[1:]:
+        less = data[: data.rindex(b"\xff\xc4", 0, scan)] + b"\xff\xd9"
+        for window in windows(200, 150, 24, 5):
+            assert np.array_equal(made(less, window, 24), by_pillow(less, window, 24)), (len(scans), scan, window)
+
+
+EXIF = Image.Exif()
+EXIF[0x0112] = 8
+BASES = [
+    *(encoded(photograph(83, 61), **options) for options in FORMS.values()),
+    encoded(photograph(64, 48).convert("L")),
+    encoded(photograph(40, 90).convert("CMYK")),
+    encoded(photograph(40, 90), exif=EXIF, icc_profile=b"none" * 40, comment="of nothing", dpi=(1, 1)),
+    encoded(photograph(70, 50), "MPO", save_all=True, append_images=[photograph(70, 50, 1)]),
+    *(of_sampling(sampling, 60, 50, at % 3, random.Random(at)) for at, sampling in enumerate(SAMPLINGS.values())),
+]  # fmt: skip
+SEGMENTS = [
+    segment(0xE0, b"JFIF\0"), segment(0xEE, b"Adobe\0"), segment(0xEE, b"Adobe\0d\0\0\0\0\0"),
+    segment(0xEE, b"Adobe\0d\0\0\0\0\2"),
+    segment(0xE2, b"ICC_PROFILE\0"), segment(0xE2, b"ICC_PROFILE\0\1\2more"), segment(0xE2, b"MPF\0MM\0*"),
+    segment(0xED, b"Photoshop 3.0\x008BIM\3\xed\0\0\0\0\0\4four"), segment(0xED, b"Photoshop 3.0\x008BIM\3\xed"),
+    segment(0xED, b"Photoshop 3.0\x008BIM\3\xed\0\0\0\0\0\7"), segment(0xE1, b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x1a"),
+    segment(0xE1, b"Exif\0\0"), segment(0xFE, b""), segment(0xDC, b"\0\x09"), segment(0xDD, b"\0\2"),
+    segment(0xDB, b"\0"),
+    b"\xff\x01", b"\xff\xff\xff", b"\xff\xd0", b"\xff\x30\0\4ab", b"\0\0", b"\xff\xf5", b"\xff\xf0\0\4ab", b"\xff\xd8",
+]  # fmt: skip
+
+
+def damaged(draw: random.Random) -> bytes:
+    """A JPEG file with one to three things wrong with it."""
+    data = bytearray(draw.choice(BASES))
+    for _ in range(draw.randint(1, 3)):
+        scan = max(data.find(b"\xff\xda"), 3)
+        place = draw.randrange(2, draw.choice((scan, len(data))))
+        starts = [at for at in range(2, scan) if data[at] == 0xFF] or [2]
+        length = draw.choice((1, 2, 20, 200))
+        match draw.randrange(9):
+            case 0:
+                data[place] ^= 1 << draw.randrange(8)
+            case 1:
+                data[place] = draw.choice((0, 1, 2, 0x11, 0x22, 0x41, 0xC4, 0xD8, 0xD9, 0xFF, draw.randrange(256)))
+            case 2:
+                data[place:place] = bytes(
+                    (0xFF, draw.choice((0, 0x01, 0xC0, 0xC4, 0xD0, 0xD3, 0xD8, 0xD9, 0xDA, 0xDC, 0xE0)))
+                )
+            case 3:
+                del data[place : place + length]
+            case 4:
+                data[place:place] = data[place : place + length]
+            case 5:
+                del data[place:]
+                data += draw.choice((b"", b"\xff", b"\xff\xd9", b"\xff\xda", bytes(9) + b"\xff\xd9"))
+            case 6:
+                at = draw.choice(starts)
+                data[at:at] = draw.choice(SEGMENTS)
+            case 7:
+                data += draw.choice((bytes(9), b"\xff\xd9", draw.choice(BASES)))
+            case 8:
+                data[place : place + length] = draw.randbytes(length)
+        if len(data) < 4:
+            break
+    return bytes(data)
+
+
+def compared_with_pillow(data: bytes, draw: random.Random) -> str:
+    """What a file came to: "pixels", "refused" or, where it would take long, "large"."""
+    size = draw.choice((8, 24))
+    parts, flip = [draw.random() for _ in range(4)], draw.random() < 0.5
+
+    def window_of(width: int, height: int) -> Window:
+        wide, high = 1 + int(parts[0] * (width - 1)), 1 + int(parts[1] * (height - 1))
+        return Window(
+            int(parts[2] * (width - wide)), int(parts[3] * (height - high)), wide, high, size, size, flip=flip
+        )
+
+    expected: Any = None
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > 1_000_000:
+                return "large"
+            window = window_of(*image.size)
+        expected = by_pillow(data, window, size)
+    rules = decoder.Rules(Output(size, torch.uint8, NHWC, (0, 0, 0), (1, 1, 1)), True, 1_000_000)
+    target = torch.empty(size, size, 3, dtype=torch.uint8)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            decoder.make_image("the file", data, window_of, rules, target)
+    except SourceError as caught:
+        if expected is not None:
+            raise AssertionError("Pillow has pixels") from caught
+        return "refused"
+    assert expected is not None, "Pillow refuses it"
+    assert np.array_equal(target.numpy(), expected)
+    return "pixels"
+
+
+@needs_compiler
+@pytest.mark.shows("of a damaged photograph ImageFolder has Pillow's pixels, or both refuse it")
+def test_damaged_files_are_as_for_pillow() -> None:
+    found = Counter[str]()
+    for seed in range(1500):
+        draw = random.Random(seed)
+        try:
+            found[compared_with_pillow(damaged(draw), draw)] += 1
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+    assert min(found["pixels"], found["refused"]) > 200, found

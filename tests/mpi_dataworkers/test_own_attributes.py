@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, fingerprint_of
-from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 from hetstream.mpi_dataworkers.sources import reads_apart
+from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 
 
 class Molecules(programs.Numbers):

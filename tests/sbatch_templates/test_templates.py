@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from hetstream.hetjob.convert.convert import convert
 from hetstream.hetjob.convert.directives import read_directives, read_spec
@@ -28,6 +31,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], str | None] | None] = {
     "checkpoint": (("--cpus-per-task=2", "--mem=56G", "--requeue"), "--ntasks=2"),
     "checkpoint-by-hand": None,
     "companions-only": (("--cpus-per-task=4",), None),
+    "imagenet": ((), "--ntasks=3"),
     "horovod": (("--cpus-per-task=2",), "--ntasks=4"),
     "multi-gpu-ddp": (("--cpus-per-task=2",), "--ntasks=4"),
     "multi-node-ddp": (("--cpus-per-task=2",), "--ntasks=4"),
@@ -82,6 +86,7 @@ def test_slurm_accepts_each_template(template: Path, devcluster: Any) -> None:
         pytest.param("single-gpu", ["--data-workers=1", "--data-worker-cpus=1"], 1, marks=pytest.mark.slow),
         pytest.param("companions-only", ["--data-workers=0-1", "--data-worker-cpus=1"], 1, marks=pytest.mark.slow),
         ("multi-gpu-ddp", ["--data-workers=1", "--data-worker-cpus=1", "--ntasks-per-node=2"], 2),
+        pytest.param("imagenet", ["--data-workers=1", "--data-worker-cpus=1", "--nodes=1"], 2, marks=pytest.mark.slow),
     ],
 )
 def test_templates_run_on_real_slurm(
@@ -110,6 +115,23 @@ def test_templates_run_on_real_slurm(
     job_directory = directory / ".hetstream" / f"job-{job_id}"
     assert (job_directory / "summary.json").exists()
     assert not (job_directory / "dispatcher").exists()
+
+
+def test_the_program_of_the_imagenet_template_trains(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("no torchvision for this torch")
+    draw = np.random.default_rng(0)
+    for number in range(24):
+        path = tmp_path / "images" / ("val" if number % 3 == 0 else "train") / f"class {number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (40, 60, 3), np.uint8)).save(path)
+    words = ["--data", "images", "--model", "resnet18", "--size", "32", "--batch-size", "4", "--epochs", "2"]
+    program = ROOT / "sbatch_templates" / "imagenet" / "train.py"
+    done = subprocess.run(
+        [sys.executable, program, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["epoch 1/2", "epoch 2/2"]
 
 
 @pytest.mark.shows("a Horovod that knows no other rank is refused among several; two ranks train as one")

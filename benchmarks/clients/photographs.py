@@ -11,10 +11,11 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torchvision.transforms import v2
 
 import hetstream
 from benchmarks.clients.service import running, streaming
-from benchmarks.clients.window import Meter, touch
+from benchmarks.clients.window import Meter, descendants, touch
 
 BATCH_SIZE, SIZE, RESIZE = 64, 224, 256
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -99,6 +100,17 @@ def image_folder(case: Case, exact: bool) -> hetstream.ImageFolder:
     made = hetstream.TrainingRecipe(SIZE, SCALE, RATIO) if case.training else hetstream.EvaluationRecipe(SIZE, RESIZE)
     given: dict[str, Any] = {"mean": MEAN, "std": STD} if case.floats else {}
     return hetstream.ImageFolder(case.root, made, exact=exact, **given)
+
+
+def recoded(case: Case) -> Case:
+    """The photographs as FFCV stores them: JPEG files of quality 90, which are smaller."""
+    root = f"{case.root}-quality-90"
+    for path in case.files:
+        place = Path(root) / Path(path).relative_to(case.root)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.open(path).convert("RGB").save(place, quality=90)
+    return replace(case, root=root)
 
 
 @contextlib.contextmanager
@@ -217,37 +229,43 @@ def by_litdata(case: Case) -> Iterator[Batches]:
     yield iter(litdata.StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=case.workers))
 
 
+class _Passes:
+    """One pass over the photographs after the other, for a producer that asks for an iterator and a length."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    def __len__(self) -> int:
+        return len(self._case.files) // BATCH_SIZE
+
+    def __iter__(self) -> Batches:
+        with by_torch(self._case, torchvision_dataset(self._case)) as batches:
+            yield from batches
+
+
 def _produce(case: Case, ports: tuple[int, ...]) -> None:
     import tensorsocket
 
-    with by_torch(case, torchvision_dataset(case)) as batches:
-
-        class Loader:
-            def __len__(self) -> int:
-                return 5000 // BATCH_SIZE
-
-            def __iter__(self) -> Batches:
-                return batches
-
-        producer = tensorsocket.TensorProducer(Loader(), *ports[:2], ports[2:])
+    # Without a GPU it sends the bytes of as many batches with each of them; 2 are the fewest with which it goes on.
+    producer = tensorsocket.TensorProducer(_Passes(case), *ports[:2], ports[2:], producer_batch_size=2)
+    while True:
         for _ in producer:
             pass
 
 
-def _consume(ports: tuple[int, ...], results: Any, wanted: int, warmup: int) -> None:
+def _consume(job: int, ports: tuple[int, ...], results: Any) -> None:
     import tensorsocket
 
     receiver = vars(tensorsocket)["TensorConsumer"](*ports[:2], ports[2:], batch_size=BATCH_SIZE)
-    for count, batch in enumerate(receiver):
-        touch(images_of(batch).numpy())
-        results.put(count)
-        if count == warmup + wanted:
-            return
+    while True:
+        for batch in receiver:
+            touch(images_of(batch).numpy())
+            results.put(job)
 
 
 @contextlib.contextmanager
 def by_tensorsocket(case: Case, jobs: int) -> Iterator[Batches]:
-    """Batches as the jobs get them, all together."""
+    """Batches as the jobs get them, all together, from when each has its first."""
     import socket
 
     with contextlib.ExitStack() as stack:
@@ -256,24 +274,29 @@ def by_tensorsocket(case: Case, jobs: int) -> Iterator[Batches]:
             each.bind(("127.0.0.1", 0))
         ports = tuple(each.getsockname()[1] for each in free)
     context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=_produce, args=(case, ports))]
-    processes += [context.Process(target=_consume, args=(ports, results, 60, 8)) for _ in range(jobs)]
+    results = context.SimpleQueue()
+    processes = [context.Process(target=_consume, args=(job, ports, results)) for job in range(jobs)]
+    processes.append(context.Process(target=_produce, args=(case, ports)))
     for process in processes:
         process.start()
     shape = (BATCH_SIZE, 3, SIZE, SIZE) if case.floats else (BATCH_SIZE, SIZE, SIZE, 3)
     counted = torch.empty(shape, dtype=torch.float32 if case.floats else torch.uint8)
 
     def batches() -> Batches:
+        waiting = set(range(jobs))
+        while waiting:
+            waiting.discard(results.get())
         while True:
-            results.get(timeout=60)
+            results.get()
             yield counted
 
     try:
         yield batches()
     finally:
+        for number in descendants():  # torch's worker processes, too
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
         for process in processes:
-            process.kill()
             process.join()
 
 
@@ -362,6 +385,7 @@ SYSTEMS: dict[str, System] = {
     "hetstream-user": lambda case: by_hetstream(case, torchvision_dataset(case)),
     "hetstream": lambda case: by_hetstream(case, image_folder(case, exact=True)),
     "hetstream-inexact": lambda case: by_hetstream(case, image_folder(case, exact=False)),
+    "hetstream-recoded": lambda case: by_hetstream(case, image_folder(recoded(case), exact=True)),
     "torch-image-folder": lambda case: by_torch(case, image_folder(case, exact=True)),
     "limit-decode": partial(decoded, scaled=False),
     "limit-scaled": partial(decoded, scaled=True),
@@ -384,7 +408,12 @@ def differences(case: Case, batches: Batches) -> dict[str, float]:
 def measured(system: str, case: Case, batches: int, warmup: int) -> dict[str, float]:
     """Images a CPU second and a second in a window that begins and ends with the arrival of a batch."""
     found = {}
-    if not case.training and not case.floats and system not in (*LIMITS, "litdata") and "tensorsocket" not in system:
+    if (
+        not case.training
+        and not case.floats
+        and system not in (*LIMITS, "litdata", "hetstream-recoded")
+        and "tensorsocket" not in system
+    ):
         with SYSTEMS[system](case) as made:
             found = differences(case, made)
     with SYSTEMS[system](case) as made:

@@ -432,9 +432,8 @@ class CheckpointDirectory:
         """
         with self.hold(generation) as held:
             if rank not in held.manifests:
-                raise MissingRanks(
-                    f"{held.place.path} was saved by {count_words(len(held.manifests), 'rank')}, not by a rank {rank}"
-                )
+                saved_by = count_words(len(held.manifests), "rank")
+                raise MissingRanks(f"{held.place.path} was saved by {saved_by}, there is no rank {rank}")
             return held.read(rank, num_threads=num_threads)
 
     def verify(

@@ -497,7 +497,7 @@ def _gpus_in_use(facts: Facts) -> Iterator[Finding]:
         if node.gpus_allocated is not None and node.gpus_allocated != node.gpus_in_use()
     ]
     for node, used, allocated in differ[:_MOST_NODES]:
-        others = f"; so with {count_words(len(differ) - 1, 'other node')}" if len(differ) > 1 else ""
+        others = f"; so do {count_words(len(differ) - 1, 'other node')}" if len(differ) > 1 else ""
         yield Finding(
             Level.WARNING, "GPUs in use", f"{node.name}: {used} by GresUsed, {allocated} by AllocTRES",
             f"Slurm's two counts of one node differ{others}. hetstream takes the larger one, so that no GPU is shown "

@@ -106,8 +106,8 @@ def test_the_size_of_a_data_worker_is_tried_before_the_number(
     wait_until(lambda: len(job.changes()) >= 3, timeout_s=180, what="two sizes and the verdict")
     assert job.changes()[:3] == [("grow", 1), ("grow", 1), ("drain", 1)]
     _, second, verdict = (one["cause"] for one in job.events("DataWorkersChanged")[:3])
-    assert re.fullmatch(r"1 CPU\(s\) make \d+\.\d steps/s: next 2 are tried", second)
-    assert re.fullmatch(rf"2 CPU\(s\) make \d+\.\d steps/s, \d+\.\d times what 1 make: {cpus} it is", verdict)
+    assert re.fullmatch(r"\d+\.\d steps/s with 1 CPU: next 2 are tried", second)
+    assert re.fullmatch(rf"\d+\.\d steps/s with 2 CPUs, \d+\.\d times as many as with 1: {cpus} it is", verdict)
     if grows:  # with the lock, more of them are of no use either
         wait_until(lambda: job.changes()[-1][0] == "grow" and len(job.companions("R")) > 1, 90, "more of that size")
 

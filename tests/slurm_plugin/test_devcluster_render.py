@@ -80,7 +80,7 @@ def test_nodes_with_cores_of_their_own_have_no_more_cpus() -> None:
     assert "NodeName=cpu[0-1] NodeAddr=127.0.0.1 NodeHostname=localhost Port=[21002-21003] CPUs=2 " in text
     assert spec_of(ClusterShape(1, 1, 1), cores=(0, 1)).cores_of == {"gpu0": (0,), "cpu0": (1,)}
     assert spec_of().cores_of == {}
-    with pytest.raises(ConfigError, match=r"--own-cores: 1 core\(s\) for 2 nodes: each needs one"):
+    with pytest.raises(ConfigError, match=r"--own-cores: 1 core for 2 nodes: each needs one"):
         spec_of(ClusterShape(1, 1, 1), cores=(0,))
 
 

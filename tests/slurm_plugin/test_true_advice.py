@@ -259,7 +259,7 @@ def check_turn(facts: Facts, blocker: Blocker) -> None:
             assert set(expand(told[1])) == room & set(plan.planned_nodes)
         check_limit(facts, blocker)
     elif blocker.kind == "priority":
-        counted = re.search(r"there is room now; (\d+) job\(s\) are ahead, first ([\d+]+)", blocker.text)
+        counted = re.search(r"there is room now; (\d+) jobs? ahead, first ([\d+]+)", blocker.text)
         assert counted is not None
         assert int(counted[1]) == len(by_label)
         assert place(by_label[counted[2]]) == place(facts.rivals()[0])
@@ -365,7 +365,7 @@ def check_holder(snapshot: Snapshot, line: Advice) -> None:
     """A running job is said to keep GPUs beside it from use."""
     (job,) = [job for job in snapshot.jobs if job.label == line.job]
     (node,) = [node for node in snapshot.nodes if node.name == job.nodes[0]]
-    said = re.match(r"it holds (\d+) CPUs for (\d+) GPU\(s\) a node, beside (\d+) free GPU", line.text)
+    said = re.match(r"it holds (\d+) CPUs? for (\d+) GPUs? a node, beside (\d+) free GPU", line.text)
     assert said is not None
     freed = job.num_cpus - TRAINER_CPUS * job.count("gpu")
     gained = gpus_of_use(snapshot, node, node.cpus_free + freed) - gpus_of_use(snapshot, node, node.cpus_free)

@@ -248,7 +248,7 @@ def test_what_nobody_wants_stays_with_those_that_have_it() -> None:
         ([40, 40], "a policy gives out 80 CPUs: the pool has 64, the minimums of all need 1"),
         ([0, 10], "job 1: it is given less than its minimum"),
         ([41, 1], "job 1: it is given more than it wants and has"),
-        ([1], r"a policy answers int64\[1\] data workers and \[1\] reasons for 2 job\(s\)"),
+        ([1], r"a policy answers int64\[1\] data workers and \[1\] reasons for 2 jobs"),
     ],
 )
 def test_a_policy_that_gives_out_too_much_is_refused(given_out: list[int], said: str) -> None:

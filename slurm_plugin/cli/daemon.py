@@ -476,7 +476,11 @@ def policy_report(answer: ShowPolicy, newly_set: str = "", is_dry_run: bool = Fa
         "problem": answer.problem,
         "dry_run": is_dry_run,
     }
-    sections = [_decisions(answer.decisions, "would change" if is_dry_run else "decisions")]
+    sections = [
+        _decisions(answer.decisions, "would change", "no job's limit would change")
+        if is_dry_run
+        else _decisions(answer.decisions, "decisions", "no decision was taken so far")
+    ]
     if not newly_set:
         sections.insert(0, _shares(answer.jobs, job))
     return Report({"verb": "site policy", "taken_s": round(time.time(), 3)}, summary, lines, tuple(sections), notes)
@@ -487,9 +491,9 @@ def _shares(jobs: Sequence[JobNow], job: str) -> Section:
     return Section("jobs", _JOB_COLUMNS, rows, empty=f"job {job} has ended" if job else "no job has reported")
 
 
-def _decisions(decisions: Sequence[DecisionTaken], title: str) -> Section:
+def _decisions(decisions: Sequence[DecisionTaken], title: str, empty: str) -> Section:
     rows = [{name: getattr(decision, name) for name in DecisionTaken.__struct_fields__} for decision in decisions]
-    return Section(title.replace(" ", "_"), _DECISION_COLUMNS, rows, empty=f"no {title}")
+    return Section(title.replace(" ", "_"), _DECISION_COLUMNS, rows, empty=empty)
 
 
 def _or_dash(value: object) -> str:

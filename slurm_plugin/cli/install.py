@@ -193,6 +193,8 @@ def report(verb: str, actions: list[Action], notes: list[str], args: argparse.Na
         if action.why == WAS_THERE or (action.what in ("keep", "leave") and not action.why):
             continue
         print(f"{would}{action.what} {action.path}{f' ({action.why})' if action.why else ''}")
+    if verb == "install" and all(action.what == "keep" and not action.why for action in actions):
+        print("all is in its place")
     sys.stdout.flush()
     for note in notes:
         print(f"hetstream: {note}", file=sys.stderr)

@@ -96,7 +96,7 @@ def test_install_and_uninstall_leave_nothing(machine: Machine, capsys: pytest.Ca
     installed = machine.state()
     assert machine.install() == 0
     assert machine.state() == installed
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "all is in its place\n"
     assert machine.uninstall("--dry-run") == 0
     assert machine.state() == installed
     assert machine.uninstall() == 0

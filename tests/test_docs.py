@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import shlex
@@ -345,6 +346,27 @@ def test_the_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
     assert len(found) > 20
     for text in found:
         assert text.partition(" on HOST")[0] in source, text
+
+
+def public_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Of a verb, or of each of its actions."""
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [option for inner in action.choices.values() for option in public_options(inner)]
+        elif action.option_strings and not isinstance(action, argparse._HelpAction):
+            found.append(action.option_strings[-1])
+    return found
+
+
+def test_what_users_may_say_stays_little() -> None:
+    """Before one more is added: can it be derived, or take the place of another?"""
+    assert len(VERBS) <= 18
+    options = [option for verb in VERBS for option in public_options(build_parser(verb))]
+    assert len([option for option in options if option not in ("--version", "--verbose")]) <= 160
+    text = (ROOT / "docs/reference.md").read_text()
+    variables = text[text.index("## Environment variables") : text.index("The site's files")]
+    assert len(re.findall(r"^\| `HETSTREAM_", variables, re.MULTILINE)) <= 17
 
 
 def test_each_page_is_once_in_the_list_of_the_site() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
-from hetstream.slurm_plugin.cli import INTERNAL, VERBS, build_parser
+from hetstream.slurm_plugin.cli import INTERNAL, UNLISTED, VERBS, build_parser
 from tests import acceptance
 from tests.devcluster.__main__ import build_parser as devcluster_parser
 
@@ -79,6 +79,27 @@ def test_commands_exist_as_shown(path: Path) -> None:
         else:
             assert words[1] in (*VERBS, INTERNAL), f"hetstream {words[1]}"
             build_parser(words[1]).parse_known_args(words[1:])
+
+
+def public_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Of a verb, or of each of its actions."""
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [option for inner in action.choices.values() for option in public_options(inner)]
+        elif action.option_strings and not isinstance(action, argparse._HelpAction):
+            found.append(action.option_strings[-1])
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_verbs_and_options_in_the_text_exist(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for words in (inline.split() for inline in re.findall(r"`hetstream\s+([a-z][^`]*)`", text)):
+        verb, options = words[0], [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+        assert verb in (*VERBS, *UNLISTED), f"hetstream {verb}"
+        if verb not in ("run", "sbatch", "convert", "migrate"):  # with options of programs, or of sbatch
+            assert {*options} <= {*public_options(build_parser(verb)), "--help"}, f"hetstream {' '.join(words)}"
 
 
 def test_the_tests_that_failure_modes_names_exist() -> None:
@@ -346,17 +367,6 @@ def test_the_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
     assert len(found) > 20
     for text in found:
         assert text.partition(" on HOST")[0] in source, text
-
-
-def public_options(parser: argparse.ArgumentParser) -> list[str]:
-    """Of a verb, or of each of its actions."""
-    found = []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found += [option for inner in action.choices.values() for option in public_options(inner)]
-        elif action.option_strings and not isinstance(action, argparse._HelpAction):
-            found.append(action.option_strings[-1])
-    return found
 
 
 def test_what_users_may_say_stays_little() -> None:

@@ -71,6 +71,8 @@ _BY_TEXT = frozenset((type(None), bool, int, float, bytes))
 _FIRST_PROVED, _PROVED_OF = 3, 256
 # What reading back takes; a front that takes less is not kept.
 _READ_S, _READ_BYTES_PER_S = 60e-6, 2e9
+# Objects among the arguments, of which the digests are known.
+_MOST_OBJECTS = 1000
 # A file as young as this may change within one tick of its file system's clock, which may count whole seconds.
 _YOUNG_S, _YOUNG_COARSE_S = 0.05, 2.1
 _TRY_AGAIN_S = 60.0
@@ -146,15 +148,13 @@ class PrefixCache:
         found = self._find(entry)
         if found is not None:
             return self._hit(call, entry, found, began_s)
-        if time.monotonic() < max(self._alone_until_s, self._full_until_s):
-            return self._miss(call, entry)
         claim, was_held = self._claim(entry)
         try:
-            if was_held and (found := self._find(entry)) is not None:
-                return self._hit(call, entry, found, began_s)
-            if (
-                was_held
-            ):  # its maker was stopped, or keeps nothing: whoever waits for it each time makes all at its pace
+            if was_held:
+                found = self._find(entry)
+                if found is not None:
+                    return self._hit(call, entry, found, began_s)
+                # Its maker was stopped, or keeps nothing: who waited each time would make all at its pace.
                 self._alone_until_s = time.monotonic() + _TRY_AGAIN_S
             return self._miss(call, entry)
         finally:
@@ -162,6 +162,8 @@ class PrefixCache:
                 claim.give_back()
 
     def _claim(self, entry: _Entry) -> tuple[Claim | None, bool]:
+        if time.monotonic() < max(self._alone_until_s, self._full_until_s):
+            return None, False
         timeout_s = min(max(_WAIT_S, _WAIT_TIMES * self._longest_s), _TRY_AGAIN_S)
         try:
             return entry.store.wait_for_maker(entry.group, entry.key, timeout_s)
@@ -284,6 +286,8 @@ class PrefixCache:
                 plain.append([type(value).__name__, str(value)])
             elif _is_object(value):
                 if id(value) not in self._states_of:
+                    if len(self._states_of) >= _MOST_OBJECTS:  # each sample brings its own
+                        self._states_of.clear()
                     self._states_of[id(value)] = value, digest_of_state(value)
                 plain.append(self._states_of[id(value)][1])
             else:
@@ -370,7 +374,9 @@ def _parts(front: Any) -> tuple[Any, ...]:
 
 
 def _is_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | np.ndarray | np.generic)
+    """Whether it is known by what its attributes hold; of an image these have not the pixels."""
+    is_data = isinstance(value, torch.Tensor | np.ndarray | np.generic) or type(value).__module__.startswith("PIL.")
+    return hasattr(value, "__dict__") and not is_data
 
 
 def _joined(parts: Sequence[Any]) -> bytes:

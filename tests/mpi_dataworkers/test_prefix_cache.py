@@ -252,6 +252,20 @@ def test_arguments_and_code_are_part_of_the_key(call: Any, paths: list[str]) -> 
     assert len(digests) == 2
 
 
+@hetstream.deterministic
+def turned(image: Any) -> Any:
+    return image.resize((200, 200)).rotate(5).resize((20, 20))
+
+
+def test_an_image_among_the_arguments_is_known_by_its_pixels(call: Any) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    program = call()
+    for shade in (10, 20, 10):
+        image = image_module.new("L", (400, 400), shade)
+        assert program(turned, image).tobytes() == turned(image).tobytes()
+    assert program.counts()[:2] == (1, 2)
+
+
 def test_the_key_is_the_same_whatever_else_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL.ImageFile")
     loaded = prefix_cache.digest_of_front(load)
@@ -509,12 +523,16 @@ def test_who_would_make_the_same_waits_for_it(
     assert [program.counts()[:2] for program in programs] == [(0, 1), (1, 0)]
 
 
-def test_nobody_waits_for_what_is_not_kept(
-    call: Any, paths: list[str], tmp_path: Path, two_stores: tuple[CacheStore, CacheStore]
-) -> None:
+def test_nobody_waits_for_what_is_not_kept(call: Any, paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room, all would make their samples at the pace of one."""
-    program, asked = call(), []
-    program.cache._claim = lambda entry: asked.append(entry) or (None, True)
+    asked = []
+
+    def wait_for_maker(_: CacheStore, group: str, key: str, timeout_s: float) -> tuple[None, bool]:
+        asked.append((group, key, timeout_s))
+        return None, True
+
+    monkeypatch.setattr(CacheStore, "wait_for_maker", wait_for_maker)
+    program = call()
     for path in paths[:3]:
         program(load, path)
     assert len(asked) == 1

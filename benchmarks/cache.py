@@ -15,8 +15,13 @@ from benchmarks.overhead import photographs
 BYTES, FLOATS, FOLDER = "uint8 crops", "float crops", "ImageFolder"
 CASES = (BYTES, FLOATS, FOLDER)
 TORCH, OFF = "torch DataLoader, no cache", "hetstream, no cache"
-FIRST, SECOND, RESTART, JOBS = "1st epoch", "2nd epoch", "restart, disk", "8 jobs at once"
-STAGES = {TORCH: "torch", OFF: "off", FIRST: "first", SECOND: "second", RESTART: "restart", JOBS: "jobs"}
+FIRST, SECOND, RESTART = "1st epoch", "2nd epoch", "restart, disk"
+JOBS, ORDERED, BOUND = "8 jobs at once", "8 jobs, one order", "limit of 8 jobs"
+STAGES = {
+    TORCH: "torch", OFF: "off", FIRST: "first", SECOND: "second", RESTART: "restart", JOBS: "jobs", ORDERED: "ordered",
+    BOUND: "bound",
+}  # fmt: skip
+_NUM_FILES = 750
 METRICS = (Metric("cpu_ms_per_image", "CPU-ms/image", CASES),)
 
 
@@ -27,6 +32,8 @@ def targets(case: str) -> list[Target]:
         Target(case, SECOND, FIRST, unit, at_most=0.5),
         Target(case, RESTART, FIRST, unit, at_most=0.5),
         Target(case, JOBS, FIRST, unit, at_most=1.5),
+        Target(case, ORDERED, FIRST, unit, at_most=1.5),
+        Target(case, BOUND, FIRST, unit),
         Target(case, SECOND, TORCH, unit),
     ]
 
@@ -46,7 +53,7 @@ def main() -> int:
     results = harness.collect(
         taking_part,
         {case: {"cores": cores} for case in cases},
-        {"root": str(root)},
+        {"root": str(root), "files": 100 if args.quick else _NUM_FILES},
         1 if args.quick else args.repeats,
         300.0,
         lambda _case, sample: f"{sample['cpu_ms_per_image']:.2f} CPU-ms/image",
@@ -55,12 +62,15 @@ def main() -> int:
         "machine": described,
         "versions": machine.versions("torch", "torchvision", "pillow", "numpy"),
         "notes": [
-            f"Images: {origin}. One epoch in batches of 32, made in one process of one thread; of 8 jobs the sum.",
+            f"Images: {origin}, as {_NUM_FILES} files. One epoch in batches of 32, made in one process of one thread; "
+            "of 8 jobs the sum.",
             f"{BYTES}, {FLOATS}: a decorated function decodes and resizes to 256 px; then random crop to 224 px and "
             "flip, as uint8 NHWC, or normalised as float NCHW.",
             f"{FOLDER}: torchvision's, with Resize, RandomCrop, RandomHorizontalFlip, ToTensor, Normalize"
             + ("." if with_torchvision else ": torchvision is not installed."),
-            "8 jobs begin at once with an empty cache, each with a seed and a crop of its own.",
+            f"{JOBS} begin with an empty cache, each with a seed and a crop of its own; {ORDERED}: with one seed.",
+            f"{BOUND}: one epoch without a cache, and seven that find all fronts in the program's memory: what "
+            "augmentation and loader take by themselves.",
             harness.disturbance(results),
         ],
     }

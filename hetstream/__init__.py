@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator as numpy_sample_generator
     from hetstream.mpi_dataworkers.generators import sample_generator as sample_generator
     from hetstream.mpi_dataworkers.images.folder import ImageFolder as ImageFolder
+    from hetstream.mpi_dataworkers.images.folder import ImageTar as ImageTar
     from hetstream.mpi_dataworkers.images.recipes import EvaluationRecipe as EvaluationRecipe
     from hetstream.mpi_dataworkers.images.recipes import TrainingRecipe as TrainingRecipe
     from hetstream.mpi_dataworkers.loader.data_loader import DataLoader as DataLoader
@@ -53,6 +54,7 @@ else:
         "FlashCheckpointer": "checkpoint.flash.checkpointer",
         "HetstreamError": "base.errors",
         "ImageFolder": "mpi_dataworkers.images.folder",
+        "ImageTar": "mpi_dataworkers.images.folder",
         "LoadedCheckpoint": "checkpoint.flash.destinations",
         "Retention": "checkpoint.policy",
         "ShardingPolicy": "mpi_dataworkers.order.visitation",

@@ -168,7 +168,9 @@ ROWS: dict[str, dict[str, str]] = {
             "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows _opened"
         ),
         "mpi_dataworkers/sources/hdf5.py": "_open",
-        "mpi_dataworkers/images/folder.py": "ImageFolder.__init__ ImageFolder._images ImageFolder._make",
+        "mpi_dataworkers/images/folder.py": (
+            "ImageFolder.__init__ ImageFolder._images ImageFolder._make ImageTar.__init__ _samples_of"
+        ),
         "slurm_plugin/cli/submit.py": "_read_script run_convert",
         "slurm_plugin/cli/cluster_source.py": "read_text",
         "slurm_plugin/cli/run.py": "run",

@@ -1,4 +1,4 @@
-"""`hetstream.ImageFolder`: map-style dataset of photographs, a class per subfolder, made into tensors in one pass.
+"""`hetstream.ImageFolder` and `ImageTar`: map-style datasets of photographs, made into tensors in one pass.
 
 Called by the user's program; iterated by a loader, a data worker or torch's DataLoader. It lists the files when it is
 made, and keeps none open. The samples of a step are made in the memory of their batch, so that collating moves
@@ -8,7 +8,9 @@ nothing.
 from __future__ import annotations
 
 import os
+import tarfile
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -104,14 +106,7 @@ class ImageFolder:
         exact: bool = True,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        pillow_image()
-        is_normalised = mean is not None or std is not None
-        dtype = dtype or (torch.float32 if is_normalised else torch.uint8)
-        layout = layout or (NHWC if dtype == torch.uint8 else NCHW)
-        output = Output(recipe.size, dtype, layout, tuple(mean or (0.0,) * 3), tuple(std or (1.0,) * 3))
-        self.recipe = recipe
-        self._rules = Rules(output, exact, max_pixels)
-        self._front = recipe, self._rules  # by which a cache keeps what is made without random numbers
+        self._set_rules(recipe, mean, std, dtype, layout, exact, max_pixels)
         # Absolute, because a data worker may run in another directory.
         self.root = Path(root).absolute()
         try:
@@ -129,7 +124,26 @@ class ImageFolder:
             raise SourceError.of(self.root, text)
         self._files = tuple(file for found in of_class for file in found)
         self.targets = [label for label, found in enumerate(of_class) for _ in found]
+
+    def _set_rules(
+        self,
+        recipe: TrainingRecipe | EvaluationRecipe,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        dtype: torch.dtype | None = None,
+        layout: Literal["NHWC", "NCHW"] | None = None,
+        exact: bool = True,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        pillow_image()
         native()  # before worker processes are forked, which then need not compile it
+        is_normalised = mean is not None or std is not None
+        dtype = dtype or (torch.float32 if is_normalised else torch.uint8)
+        layout = layout or (NHWC if dtype == torch.uint8 else NCHW)
+        output = Output(recipe.size, dtype, layout, tuple(mean or (0.0,) * 3), tuple(std or (1.0,) * 3))
+        self.recipe = recipe
+        self._rules = Rules(output, exact, max_pixels)
+        self._front = recipe, self._rules  # by which a cache keeps what is made without random numbers
 
     def _images(self, name: str) -> Iterator[str]:
         """The images of a class, relative to `root`."""
@@ -140,7 +154,7 @@ class ImageFolder:
                     yield f"{folder[begin:]}/{file}"
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.targets)
 
     @property
     def samples(self) -> list[tuple[str, int]]:
@@ -174,37 +188,43 @@ class ImageFolder:
         """Say for each sample of a batch where `transform` is to make it."""
         for index in indices:
             if not -len(self) <= index < len(self):
-                raise IndexError(f"index {index} is outside 0..{len(self) - 1}: {self.root} holds {len(self)} images")
+                raise IndexError(f"index {index} is outside 0..{len(self) - 1}: {self!r}")
         batch = self._memory(len(indices)), torch.tensor([self.targets[index] for index in indices])
         return [_Place(*batch, row, index) for row, index in enumerate(indices)]
 
     def transform(self, place: Any) -> tuple[torch.Tensor, int]:
         """Read and make one sample; a loader seeds the generators before each."""
-        path = f"{self.root}/{self._files[place.number]}"
-        image = place.images[place.row]
+        where, image = self._place(place.number), place.images[place.row]
         cache = None if self.recipe.draws else current_cache()
         if cache is None:
-            self._make(path, image)
+            self._make(*where, image)
         else:
-            image.copy_(cache.value(self._front, "ImageFolder", self._made, (path, tuple(image.shape)), {}))
+            image.copy_(cache.value(self._front, "ImageFolder", self._made, (*where, tuple(image.shape)), {}))
         sample = Sample((image, self.targets[place.number]))
         sample.place = place
         return sample
 
-    def _made(self, path: str, shape: Sequence[int]) -> torch.Tensor:
+    def _place(self, index: int) -> tuple[str, int, int, str]:
+        """Where a sample is: its file, where in it, how many bytes (-1: to the end), and its name for errors."""
+        path = f"{self.root}/{self._files[index]}"
+        return path, 0, -1, path
+
+    def _made(self, path: str, offset: int, size: int, name: str, shape: Sequence[int]) -> torch.Tensor:
         """An image in memory of its own."""
         image = torch.empty(shape, dtype=self._rules.output.dtype)
-        self._make(path, image)
+        self._make(path, offset, size, name, image)
         return image
 
-    def _make(self, path: str, image: torch.Tensor) -> None:
+    def _make(self, path: str, offset: int, size: int, name: str, image: torch.Tensor) -> None:
         try:
             with open(path, "rb", buffering=0) as file:
-                data = file.read()
+                if offset:
+                    file.seek(offset)
+                data = file.read(size)
         except OSError as error:
             text = f"cannot be read: {error.strerror}. Replace it, or make the dataset anew without it"
-            raise SourceError.of(path, text) from error
-        make_image(path, data, self.recipe.window, self._rules, image)
+            raise SourceError.of(name, text) from error
+        make_image(name, data, self.recipe.window, self._rules, image)
 
     def _memory(self, count: int) -> torch.Tensor:
         """Memory for a batch: in torch's worker process shared, where torch would put it for its way to the trainer."""
@@ -219,3 +239,109 @@ class ImageFolder:
 
     def __repr__(self) -> str:
         return f"ImageFolder({str(self.root)!r}, {self.recipe}, classes={len(self.classes)}, length={len(self)})"
+
+
+class ImageTar(ImageFolder):
+    """Samples `(image, label)` of tar files as WebDataset's writer makes them; otherwise as `ImageFolder`.
+
+    The members of a sample have one name up to the first dot, its key: `shard/000123.jpg` and `shard/000123.cls`. The
+    files are gone through once, when the dataset is made; a sample is then read where it lies. They are not compressed.
+
+    Args:
+        files: The tar files. Samples are in their order, and in each in the order of the members.
+        recipe: What is made of an image.
+        label: Suffix of the members with labels, whole numbers as text; "" if there are none, and each label is 0.
+        **options: `mean`, `std`, `dtype`, `layout`, `exact` and `max_pixels` of `ImageFolder`.
+
+    Attributes:
+        keys: The key of each sample.
+        targets: The label of each sample.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ConfigError: An argument breaks its rule.
+        SourceError: A file is damaged, cut off, compressed or empty, or a sample lacks a member or has one twice.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | os.PathLike[str]],
+        recipe: TrainingRecipe | EvaluationRecipe,
+        *,
+        label: str = "cls",
+        **options: Any,
+    ) -> None:
+        self._set_rules(recipe, **options)
+        self._tars = [str(Path(file).absolute()) for file in files]
+        self.keys: list[str] = []
+        self.targets = []
+        places = list[tuple[int, int, int]]()
+        for number, path in enumerate(self._tars):
+            samples = _samples_of(path)
+            with open(path, "rb", buffering=0) as file:
+                for key, members in samples.items():
+                    images = [suffix for suffix in members if f".{suffix}" in SUFFIXES]
+                    if len(images) != 1 or (label and label not in members):
+                        text = (
+                            f"sample {key!r} has {', '.join(members)}: it needs one image, and .{label} for its label"
+                        )
+                        raise SourceError.of(path, text)
+                    self.targets.append(_label_of(file, key, members[label]) if label else 0)
+                    self.keys.append(key)
+                    places.append((number, members[images[0]].offset_data, members[images[0]].size))
+        if not places:
+            raise SourceError.of(self._tars[0] if files else "no file", "holds no sample. Give tar files with images")
+        self._places = np.array(places)
+        self.classes = [str(number) for number in sorted(set(self.targets))]
+
+    def _place(self, index: int) -> tuple[str, int, int, str]:
+        number, offset, size = self._places[index].tolist()
+        return self._tars[number], offset, size, f"{self._tars[number]}, sample {self.keys[index]!r}"
+
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """Key and label of each sample."""
+        return [*zip(self.keys, self.targets, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"ImageTar({len(self._tars)} files, {self.recipe}, length={len(self)})"
+
+
+def _samples_of(path: str) -> dict[str, dict[str, tarfile.TarInfo]]:
+    """The members of each sample of a tar file, by key and suffix.
+
+    Raises:
+        SourceError: it cannot be read to its end, or has a member twice.
+    """
+    found = dict[str, dict[str, tarfile.TarInfo]]()
+    try:
+        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+            for member in tar:
+                folder, slash, name = member.name.rpartition("/")
+                name, _, suffix = name.partition(".")
+                if member.isdir():
+                    continue
+                members = found.setdefault(f"{folder}{slash}{name}", {})
+                if suffix.lower() in members or member.issparse() or not member.isreg():
+                    text = f"member {member.name!r} is there twice, or a link or sparse. Write the file anew"
+                    raise SourceError.of(path, text)
+                members[suffix.lower()] = member
+            # tarfile stops without a word at what is no header.
+            file.seek(tar.offset)
+            end = file.read(1 << 20)
+            if len(end) < tarfile.BLOCKSIZE or any(end):
+                text = f"damaged or cut off at byte {tar.offset:,}, behind {len(tar.getmembers()):,} members"
+                raise SourceError.of(path, f"{text}: no end mark, or more behind it. Copy or write the file anew")
+    except (OSError, tarfile.TarError) as error:
+        text = f"cannot be read as a tar file: {error}. It must be whole and not compressed"
+        raise SourceError.of(path, text) from error
+    return found
+
+
+def _label_of(file: FileIO, key: str, member: tarfile.TarInfo) -> int:
+    file.seek(member.offset_data)
+    text = file.read(min(member.size, 100))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise SourceError.of(file.name, f"sample {key!r} has the label {text!r}: a whole number as text") from error

@@ -149,7 +149,9 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 
 test-peers: $(PEERS_VENV)/.ready
 	-$(PEERS_VENV)/bin/python tests/peers/suite_files.py $(if $(CLONES),--clones $(CLONES))
-	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_streams.py tests/peers/test_nnunet.py tests/peers/test_other_loaders.py tests/peers/test_tables.py tests/peers/test_torchvision_images.py tests/mpi_dataworkers/partitioner/test_public_models.py
+	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_streams.py tests/peers/test_nnunet.py tests/peers/test_other_loaders.py tests/peers/test_tables.py tests/mpi_dataworkers/partitioner/test_public_models.py
+	@# Alone: what torchvision registers with torch, a process can register once.
+	$(PEERS_VENV)/bin/python -m pytest -q tests/peers/test_torchvision_images.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py $(addprefix --peers ,$(PEERS))
 
 # The documentation as a site, build/site/index.html, of the files in docs/, with search. It fetches nothing from elsewhere.

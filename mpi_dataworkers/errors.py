@@ -12,6 +12,7 @@ HetstreamError
 │   ├── ServiceEnded         the service came to its end before this process was part of it
 │   ├── AuthenticationError  the key is not this service's key
 │   └── Superseded           another process took this rank's place
+├── EmbeddingError           embedding servers that did not come, refused, or cannot be reached
 ├── ProtocolError            bytes that are no message of this protocol version
 ├── RemoteError              a data worker's exception that cannot have its own type here; also a RuntimeError
 └── DataWorkerDied           a sample ended data worker processes, or made them hang; also a RuntimeError
@@ -26,6 +27,7 @@ __all__ = [
     "AddressInUse",
     "AuthenticationError",
     "DataWorkerDied",
+    "EmbeddingError",
     "FeatureError",
     "JobNameConflict",
     "PipelineError",
@@ -116,3 +118,7 @@ class RemoteError(HetstreamError, RuntimeError):
 
 class DataWorkerDied(HetstreamError, RuntimeError):
     """A sample ended the data worker processes that tried it, or hung. torch raises RuntimeError for the like."""
+
+
+class EmbeddingError(HetstreamError):
+    """Embedding servers did not come, refused something, or cannot be reached; or a table is used as it cannot be."""

@@ -68,6 +68,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Batches,
     BatchFailed,
     CloseSession,
+    Delivery,
     Device,
     EndOfShard,
     EndProcesses,
@@ -826,11 +827,11 @@ class ServiceClient:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def batches_received(self, received: ReceivedBatch) -> None:
-        if isinstance(received.header, EndOfShard):
-            self._on_end_of_shard(received.header)
+    def batches_received(self, carried: Delivery, received: ReceivedBatch) -> None:
+        if isinstance(carried, EndOfShard):
+            self._on_end_of_shard(carried)
             return
-        headers = received.header.batches if isinstance(received.header, Batches) else [received.header]
+        headers = carried.batches if isinstance(carried, Batches) else [carried]
         self.batches_by_transport[received.transport] += len(headers)
         if received.began_s is not None:
             self.wire.note(sum(map(len, received.frames)), received.began_s, time.monotonic())

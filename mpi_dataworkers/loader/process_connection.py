@@ -30,7 +30,7 @@ from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader
 from hetstream.mpi_dataworkers.transports.choice import open_loader_endpoint
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, wait_for_address_file
-from hetstream.mpi_dataworkers.wire.messages import HEARTBEAT_S, Batches, Message
+from hetstream.mpi_dataworkers.wire.messages import HEARTBEAT_S, Batches, Delivery, Message
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ConnectedLoader(Protocol):
     def message_received(self, message: Message | Reconnected, now: float) -> None:
         """A message of the dispatcher has come."""
 
-    def batches_received(self, received: ReceivedBatch) -> None:
+    def batches_received(self, carried: Delivery, received: ReceivedBatch) -> None:
         """A batch, or small batches, of one of its sessions have come."""
 
     def attend(self, now: float) -> bool:
@@ -248,11 +248,14 @@ class ProcessConnection:
             if isinstance(received, ProtocolError):
                 _log.warning("refused a batch: %s; its step will be leased again", received)
                 continue
+            if not isinstance(received.header, Delivery):
+                _log.warning("refused %s, which is nothing for a loader", type(received.header).__name__)
+                continue
             header = received.header.batches[0] if isinstance(received.header, Batches) else received.header
             reader = self._readers.get(header.session_id)
             if reader is not None:
                 concerned.add(reader)
-                self._pass_batches(reader, received)
+                self._pass_batches(reader, received.header, received)
         return concerned
 
     # A loader that is not there has left, and the dispatcher did not know yet. What a loader raises is its own end and
@@ -266,9 +269,9 @@ class ProcessConnection:
         if (loader := self._loaders.get(number)) is not None:
             self._ending_on_error(number, loader.message_received, message, now)
 
-    def _pass_batches(self, number: int, received: ReceivedBatch) -> None:
+    def _pass_batches(self, number: int, header: Delivery, received: ReceivedBatch) -> None:
         if (loader := self._loaders.get(number)) is not None:
-            self._ending_on_error(number, loader.batches_received, received)
+            self._ending_on_error(number, loader.batches_received, header, received)
 
     def _attend(self, number: int, now: float) -> None:
         if (loader := self._loaders.get(number)) is not None:

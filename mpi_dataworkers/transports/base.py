@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf
-from hetstream.mpi_dataworkers.wire.messages import Delivery, Message
+from hetstream.mpi_dataworkers.wire.messages import Carried, Message
 
 # For `close`: nothing that is queued is waited for.
 AT_ONCE = 0.0
@@ -78,7 +78,7 @@ class ReceivedBatch:
         began_s: when its beginning had come, on the monotonic clock; None where all of it came at once.
     """
 
-    header: Delivery
+    header: Carried
     frames: Sequence[Buffer]
     transport: str
     began_s: float | None = None
@@ -171,7 +171,7 @@ class BatchReceiver(Protocol):
 class BatchSender(Protocol):
     """A data worker's end of the same, with a connection to each loader."""
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> float:
+    def send(self, receiver: str, header: Carried, frames: Sequence[Leaf]) -> float:
         """Queue one batch, without copying large frames.
 
         Returns:
@@ -210,7 +210,7 @@ _EVICTED_LINGER_S = 1.0
 class Channel(Protocol):
     """A data worker's connection to one loader, proven in both directions."""
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
+    def send(self, header: Carried, frames: Sequence[Leaf]) -> float:
         """Queue one batch, without copying large frames.
 
         Returns:
@@ -245,7 +245,7 @@ class ChannelSender(abc.ABC):
             PeerUnreachable: that cannot be done.
         """
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> float:
+    def send(self, receiver: str, header: Carried, frames: Sequence[Leaf]) -> float:
         channel = self._channels.pop(receiver, None)
         if channel is None:
             if len(self._channels) >= MAX_CHANNELS:

@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.transports.registry import TRANSPORTS, LoaderSide
 from hetstream.mpi_dataworkers.transports.zmq import ZmqLoaderEndpoint
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.codec import Leaf
-from hetstream.mpi_dataworkers.wire.messages import Delivery
+from hetstream.mpi_dataworkers.wire.messages import Carried
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class TransportSender:
                 self._senders |= dict.fromkeys(transport.names, transport.sender(batch_key, worker_id))
         self._chosen: dict[Receivers, int] = {}
 
-    def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Leaf]) -> float:
+    def send(self, receivers: Receivers, header: Carried, frames: Sequence[Leaf]) -> float:
         """Send a batch over the transport in use, or over the first behind it that works.
 
         Returns:

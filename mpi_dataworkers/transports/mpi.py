@@ -43,7 +43,7 @@ from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHandshake
 from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.wire.codec import Leaf, aligned, decode, encode, in_one_piece
-from hetstream.mpi_dataworkers.wire.messages import Delivery, Hello, Message
+from hetstream.mpi_dataworkers.wire.messages import Carried, Hello, Message
 
 try:
     from mpi4py import MPI
@@ -384,7 +384,7 @@ class _Source:
 
     def __init__(self, handshake: LoaderHandshake) -> None:
         self.handshake = handshake
-        self.coming: collections.deque[tuple[Delivery, list[Any], list[MPI.Request], float]] = collections.deque()
+        self.coming: collections.deque[tuple[Carried, list[Any], list[MPI.Request], float]] = collections.deque()
 
 
 class MpiReceiver:
@@ -515,7 +515,7 @@ class MpiReceiver:
             answer = source.handshake.answer(message)
             if answer is not None:
                 self._answer(rank, answer)
-        elif isinstance(message, Delivery) and source is not None:
+        elif isinstance(message, Carried) and source is not None:
             frames = [aligned(size) for size in envelope.sizes]
             # Frames of one rank are received in the order in which they were sent, which is that of their envelopes.
             requests = [self._comm.Irecv(frame, rank, self._tag + _FRAMES) for frame in frames if frame.nbytes]
@@ -561,7 +561,7 @@ class _Channel:
         self._messages.expect(self._tag + _TO_SENDER)
         self._shake_hands(WorkerHandshake(key, worker_id, receiver), receiver)
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
+    def send(self, header: Carried, frames: Sequence[Leaf]) -> float:
         """Hand one message to the loader.
 
         Returns:

@@ -39,7 +39,7 @@ from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHan
 from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.transports.layout import Extents, find_frames, lay_out
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, Scattered, aligned, decode, encode, size_of
-from hetstream.mpi_dataworkers.wire.messages import Delivery
+from hetstream.mpi_dataworkers.wire.messages import Carried
 
 # The memory of one connection between processes of a host: made by the loader, written by the data worker.
 #
@@ -303,7 +303,7 @@ class ShmReceiver:
 def _delivery(handshake: LoaderHandshake, frames: list[memoryview]) -> ReceivedBatch:
     assert handshake.seal is not None, "a connection has a pool since it has proved the key"
     header = decode(handshake.seal.take_off(frames[0]))
-    if not isinstance(header, Delivery):
+    if not isinstance(header, Carried):
         raise ProtocolError(f"{type(header).__name__} is no message for an open batch connection")
     return ReceivedBatch(header, frames[1:], ShmReceiver.transport)
 
@@ -356,7 +356,7 @@ class _Channel:
             raise ProtocolError("it refused this data worker's proof of the key")
         return descriptors[0]
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
+    def send(self, header: Carried, frames: Sequence[Leaf]) -> float:
         """Hand one message to the loader.
 
         Returns:

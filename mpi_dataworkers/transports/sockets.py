@@ -42,7 +42,7 @@ from hetstream.mpi_dataworkers.wire.codec import (
     in_pieces,
     size_of,
 )
-from hetstream.mpi_dataworkers.wire.messages import Compressed, Delivery, Message
+from hetstream.mpi_dataworkers.wire.messages import Carried, Compressed, Message
 
 # A message on a socket: its length, and then what `layout.lay_out` makes of its frames, as pieces for sendmsg(2).
 #
@@ -456,7 +456,7 @@ class SocketReceiver:
         if isinstance(message, Compressed):
             frames = [memoryview(frame) for frame in decompress([message.header, *frames[1:]], message.sizes)]
             message = decode(frames[0])
-        if not isinstance(message, Delivery):
+        if not isinstance(message, Carried):
             raise ProtocolError(f"{type(message).__name__} is no message for an open batch connection")
         batches.append(ReceivedBatch(message, frames[1:], transport_of(connection.address), connection.began_s))
 
@@ -540,7 +540,7 @@ class _Channel:
             text += more
         return text
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
+    def send(self, header: Carried, frames: Sequence[Leaf]) -> float:
         """Hand one message to the kernel, and what it does not take at once to the thread.
 
         Returns:

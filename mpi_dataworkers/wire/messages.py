@@ -15,6 +15,10 @@ end of an epoch (by count, in the loader), end of a shard whose length nobody kn
                                 DropSession ProvidePipeline DropPipeline Alive UnknownPeer Refused ShutDown
     data worker -> loader       Hello Proof Compressed Batch Batches EndOfShard
     loader      -> data worker  Challenge
+    trainer          -> embedding server  OpenTables ReadRows WriteRows ExpectParts SendParts DropParts AdoptParts
+                                          MarkGeneration RestoreGeneration
+    embedding server -> trainer           RowsRead WritesKept PartsHeld GenerationMarked EmbeddingRefused
+    embedding server -> another one       PartRows PartsSent
     whoever holds the job's key asks the dispatcher RequestStatus and gets Status
     the job's elastic controller tells the dispatcher SteerDataWorkers and gets Status
 
@@ -38,6 +42,8 @@ HEARTBEAT_S = 0.5
 Ranges = list[tuple[int, int]]
 # What data workers make a stage of the pipeline with.
 Device = Literal["cpu", "gpu"]
+# Whose number the controllers of a job steer.
+Steered = Literal["cpu", "gpu", "embedding"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, forbid_unknown_fields=True):
@@ -762,7 +768,7 @@ class RequestStatus(Message, frozen=True):
 
 
 class SteerDataWorkers(Message, frozen=True):
-    """The job's elastic controller tells what it does; asked without registering, answered with `Status`.
+    """A job's elastic controller tells what it does; asked without registering, answered with `Status`.
 
     Attributes:
         elastic: what it says of itself, on one line.
@@ -770,7 +776,7 @@ class SteerDataWorkers(Message, frozen=True):
         count: data workers that the action is about.
         reason: of the action.
         drain: Slurm jobs whose data workers are to leave after the step that they are at.
-        device: of the data workers of the stage that it is the controller of.
+        device: of the data workers of the stage that it is the controller of, or `embedding` of the servers of tables.
     """
 
     elastic: str
@@ -778,7 +784,7 @@ class SteerDataWorkers(Message, frozen=True):
     count: int
     reason: str
     drain: list[str]
-    device: Device = "cpu"
+    device: Steered = "cpu"
 
 
 DataWorkerState = Literal["working", "idle", "draining", "unreachable", "silent"]
@@ -863,13 +869,13 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PastDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A change of the number of data workers of a stage, `ago_s` seconds ago."""
+    """A change of the number of data workers of a stage, or of embedding servers, `ago_s` seconds ago."""
 
     ago_s: float
     action: str
     count: int
     reason: str
-    device: Device = "cpu"
+    device: Steered = "cpu"
 
 
 class Status(Message, frozen=True):
@@ -883,8 +889,8 @@ class Status(Message, frozen=True):
             in an orderly way was not lost.
         leases_per_s: granted over the last seconds.
         elastic: what the elastic controller says of itself; "" without one.
-        decisions: the last ones of both controllers, oldest first.
-        elastic_gpu: what the controller of the stage on GPUs says of itself; "" without one.
+        decisions: the last ones of all controllers, oldest first.
+        elastic_gpu, elastic_embedding: what those of the stage on GPUs and of the embedding servers say; "" without.
     """
 
     incarnation: int
@@ -899,6 +905,7 @@ class Status(Message, frozen=True):
     elastic: str = ""
     decisions: list[PastDecision] = []
     elastic_gpu: str = ""
+    elastic_embedding: str = ""
 
 
 # Messages between data worker and loader: who is there, and batches. Holds no logic.
@@ -993,15 +1000,225 @@ class Batches(Message, frozen=True):
     batches: list[Batch]
 
 
+# Messages between trainers and embedding servers, and between these. Holds no logic.
+#
+# A row is bytes: its weights, then its optimizer's state. Ids are int64 in native order. The part of an id is its
+# remainder by `EMBEDDING_PARTS`; each part belongs to one rank, which alone reads and writes it, and lies on one
+# server.
+
+EMBEDDING_PARTS = 256
+
+
+class EmbeddingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table: ids are 0 to `num_rows` - 1."""
+
+    name: str
+    num_rows: int
+    row_bytes: int
+
+
+class OpenTables(Message, frozen=True):
+    """First message of a trainer to each server, and the first again after a connection was lost.
+
+    A client that the server has not met takes the place of those of its rank, and of whoever had the parts: they are
+    empty then, and what the others ask is refused. One that it has met goes on: what it has opened stays, and tables
+    may be added, and parts as long as it has changed nothing. Then it repeats, in order and with their numbers, all
+    changes that it has not heard are kept.
+
+    Attributes:
+        client: 32 hexadecimal digits, anew for each start of a trainer.
+        reply_to: where it takes answers, the best transport first.
+        parts: that lie on this server from now on, empty, if the client is new.
+    """
+
+    client: str
+    rank: int
+    reply_to: tuple[str, ...]
+    tables: list[EmbeddingTable]
+    parts: list[int]
+
+
+class ReadRows(Message, frozen=True):
+    """Asks for rows; the frame is their ids."""
+
+    client: str
+    number: int
+    table: str
+
+
+class WriteRows(Message, frozen=True):
+    """Rows as they are now; frames: ids, and rows one behind the other. The last write of a row counts.
+
+    Attributes:
+        number: larger with each change that this client asks of any server. A change that has been made is not made
+            again: one that is repeated has the number that it had on this server, one for another server a new one.
+    """
+
+    client: str
+    number: int
+    table: str
+
+
+class ExpectParts(Message, frozen=True):
+    """Parts will come from another server, which is asked later (`SendParts`); what this client asks waits until then.
+
+    It may be asked again, under a new number, while they have not come; so may `AdoptParts`: what waits goes on
+    waiting. `DropParts` and `RestoreGeneration` refuse it.
+    """
+
+    client: str
+    number: int
+    parts: list[int]
+
+
+class SendParts(Message, frozen=True):
+    """Send these parts to another server, which expects them; they stay here until `DropParts`.
+
+    The client repeats it, with the same number and the other server's addresses of that time, until that one says
+    `PartsHeld`; it writes no row of them here after it.
+    """
+
+    client: str
+    number: int
+    parts: list[int]
+    to: tuple[str, ...]
+
+
+class PartRows(Message, frozen=True):
+    """Rows of a part that is sent to another server; frames as in `WriteRows`.
+
+    Attributes:
+        client: whose part it is.
+        number: of its `SendParts`. What comes of an older one than the part is expected for is of no use any more.
+        part: of all these rows; -1: of several.
+    """
+
+    client: str
+    number: int
+    table: str
+    part: int
+
+
+class PartsSent(Message, frozen=True):
+    """All rows of these parts were sent; `client` and `number` as in `PartRows`."""
+
+    client: str
+    number: int
+    parts: list[int]
+
+
+class DropParts(Message, frozen=True):
+    """These parts lie elsewhere now."""
+
+    client: str
+    number: int
+    parts: list[int]
+
+
+class AdoptParts(Message, frozen=True):
+    """Take parts of a server that is lost, as its log has them; what is asked of them waits until then.
+
+    Attributes:
+        log: the lost server's directory.
+    """
+
+    client: str
+    number: int
+    parts: list[int]
+    log: str
+
+
+class MarkGeneration(Message, frozen=True):
+    """What was written until now is a generation. Ranks from `world_size` on are no more: their parts are empty then.
+
+    Attributes:
+        name: the same for all ranks.
+        logs: directories of all servers that have parts of it; each of them is asked the same by each rank.
+    """
+
+    client: str
+    number: int
+    name: str
+    world_size: int
+    logs: list[str]
+
+
+class RestoreGeneration(Message, frozen=True):
+    """Make these parts what they were in a generation, whichever servers had them.
+
+    Attributes:
+        log: the directory of one server that has marked it.
+    """
+
+    client: str
+    number: int
+    name: str
+    parts: list[int]
+    log: str
+
+
+class RowsRead(Message, frozen=True):
+    """Answers `ReadRows`; frames: rows in the order of the ids, and a byte for each: 1 where there is such a row.
+
+    Where there is none, the row's bytes mean nothing.
+    """
+
+    server: str
+    number: int
+
+
+class WritesKept(Message, frozen=True):
+    """Changes with numbers up to this one are on the disk, but for those that were refused."""
+
+    server: str
+    number: int
+
+
+class PartsHeld(Message, frozen=True):
+    """Parts that were expected, adopted or restored are here and on the disk.
+
+    Attributes:
+        number: of the message that asked for it.
+    """
+
+    server: str
+    number: int
+    parts: list[int]
+
+
+class GenerationMarked(Message, frozen=True):
+    """The generation is on the disk."""
+
+    server: str
+    number: int
+
+
+class EmbeddingRefused(Message, frozen=True):
+    """What was asked cannot be done; nothing was changed. Of parts that did not come whole, nothing is here.
+
+    Attributes:
+        number: of the message that asked for it; 0: `OpenTables`. A change that was refused stays so: what is asked
+            again has a new number.
+        text: what failed, the value, the rule, the next step.
+    """
+
+    server: str
+    number: int
+    text: str
+
+
 __all__ = [
+    "EMBEDDING_PARTS",
     "PROTOCOL_VERSION",
     "AddProcess",
+    "AdoptParts",
     "Alive",
     "AnyMessage",
     "Batch",
     "BatchFailed",
     "Batches",
     "CacheReport",
+    "Carried",
     "Challenge",
     "CloseSession",
     "Compressed",
@@ -1014,12 +1231,17 @@ __all__ = [
     "DispatcherToWorker",
     "DrainWorker",
     "Draining",
+    "DropParts",
     "DropPipeline",
     "DropSession",
     "EmbeddingLookups",
+    "EmbeddingMessage",
+    "EmbeddingRefused",
+    "EmbeddingTable",
     "EndOfShard",
     "EndProcesses",
     "ErrorPolicy",
+    "ExpectParts",
     "ExtendSession",
     "FailLease",
     "FailStep",
@@ -1028,6 +1250,7 @@ __all__ = [
     "FeatureCut",
     "FetchPipeline",
     "FinishLease",
+    "GenerationMarked",
     "GrantLease",
     "HeldLease",
     "Hello",
@@ -1042,12 +1265,17 @@ __all__ = [
     "LoaderStatus",
     "LoaderToDispatcher",
     "LoaderToWorker",
+    "MarkGeneration",
     "Membership",
     "Message",
     "NeedPipeline",
     "Notice",
     "OpenSession",
+    "OpenTables",
     "OptimizerCalls",
+    "PartRows",
+    "PartsHeld",
+    "PartsSent",
     "PastDecision",
     "PlannedOrder",
     "ProcessesEnded",
@@ -1055,19 +1283,24 @@ __all__ = [
     "Proof",
     "ProvidePipeline",
     "Ranges",
+    "ReadRows",
     "Refused",
     "RegisterLoader",
     "RegisterWorker",
     "RenewWorker",
     "ReportProgress",
     "RequestStatus",
+    "RestoreGeneration",
     "RevokeLease",
+    "RowsRead",
+    "SendParts",
     "SessionSpec",
     "ShardOrder",
     "Sharing",
     "ShutDown",
     "Status",
     "SteerDataWorkers",
+    "Steered",
     "StepList",
     "StepsLost",
     "ToDispatcher",
@@ -1078,6 +1311,8 @@ __all__ = [
     "WorkerSeeds",
     "WorkerToDispatcher",
     "WorkerToLoader",
+    "WriteRows",
+    "WritesKept",
 ]
 
 LoaderToDispatcher = (
@@ -1133,7 +1368,27 @@ DispatcherToWorker = (
     | Refused
     | ShutDown
 )
+EmbeddingMessage = (
+    OpenTables
+    | ReadRows
+    | WriteRows
+    | ExpectParts
+    | SendParts
+    | PartRows
+    | PartsSent
+    | DropParts
+    | AdoptParts
+    | MarkGeneration
+    | RestoreGeneration
+    | RowsRead
+    | WritesKept
+    | PartsHeld
+    | GenerationMarked
+    | EmbeddingRefused
+)
 Delivery = Batch | Batches | EndOfShard
-WorkerToLoader = Hello | Proof | Compressed | Delivery
+# What goes over a transport's connections, once they are proven.
+Carried = Delivery | EmbeddingMessage
+WorkerToLoader = Hello | Proof | Compressed | Carried
 LoaderToWorker = Challenge
 AnyMessage = ToDispatcher | Status | DispatcherToLoader | DispatcherToWorker | WorkerToLoader | LoaderToWorker

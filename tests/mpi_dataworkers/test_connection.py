@@ -29,6 +29,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Alive,
     Batch,
     Batches,
+    Delivery,
     LeaveLoader,
     LoaderHeartbeat,
     LoaderStats,
@@ -95,7 +96,7 @@ class FakeLoader:
             raise ValueError(f"{message.num_data_workers} data workers are too many")
         self.told.put(message)
 
-    def batches_received(self, received: ReceivedBatch) -> None:
+    def batches_received(self, _: Delivery, received: ReceivedBatch) -> None:
         self.told.put(received)
 
     def attend(self, now: float) -> bool:

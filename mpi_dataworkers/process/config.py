@@ -11,6 +11,7 @@ HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what 
 HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
 HETSTREAM_IN_PROCESS_LOADERS  1: the start-up hook streams loaders with num_workers=0, too (default: not)
 HETSTREAM_SEED           from which the batches of batchgenerators' augmenters follow (default: another one in each run)
+HETSTREAM_EMBEDDING_SERVERS  embedding servers that the job has from its start (default: none)
 HETSTREAM_EXPLAIN        of `hetstream run --explain`: where to write what was found of a forward; the program then ends
 HETSTREAM_HOOK           1 while the start-up hook is active
 *_OF_JOB                 of a variable that a script has exported: the job that it is for, see `base/process.py`
@@ -85,6 +86,7 @@ _PYTHON_ENVIRONMENT = (
 # Python orders sets of text, and gives `hash()` of text, by a number that it draws at its start, unless this names one.
 # In a data worker of a local run: its name, as a companion job has its id.
 COMPANION = "HETSTREAM_COMPANION"
+EMBEDDING_SERVERS = "HETSTREAM_EMBEDDING_SERVERS"
 _HASH_SEED = "PYTHONHASHSEED"
 # Of these, those that are lists of directories, and those that are one.
 PATH_LISTS, PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"), ("PYTHONHOME", "PYTHONUSERBASE")
@@ -147,6 +149,18 @@ def _say_local(whose: str, own: str) -> None:
             "local. To use that service all the same: unset HETSTREAM_SERVICE_OF_JOB",
             *(whose, own),
         )
+
+
+def num_embedding_servers_from_environment(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many embedding servers this job has from its start; 0 without any.
+
+    Raises:
+        ConfigError: HETSTREAM_EMBEDDING_SERVERS is no number.
+    """
+    value = ("" if other_job(EMBEDDING_SERVERS, environ) else environ.get(EMBEDDING_SERVERS)) or "0"
+    if not value.isdecimal():
+        raise ConfigError(f"environment variable {EMBEDDING_SERVERS}={value!r}: must be a number from 0 on")
+    return int(value)
 
 
 def offload_from_environment(environ: Mapping[str, str] = os.environ) -> str:

@@ -51,6 +51,7 @@ ACTIONS: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         {
             "dispatcher": ("run the dispatcher of a job", "dispatcher"),
             "worker": ("run data workers", "worker"),
+            "embedding-server": ("keep rows of embedding tables for trainers", "embedding_server"),
             "master": ("run the job master (called by converted scripts)", "master"),
             "filter": ("plan the conversion of an sbatch (called by the cli_filter plugin)", "filter"),
             "writer": ("write a job's generations from memory to disk until the job ends", "ckpt_writer"),
@@ -65,7 +66,7 @@ _FILES = {
     module: file
     for file, modules in {
         "submit": ("sbatch", "convert"),
-        "service": ("dispatcher", "worker"),
+        "service": ("dispatcher", "worker", "embedding_server"),
         "cluster": ("frag", "jobs", "advise"),
         "report": ("serve", "exporter"),
         "ckpt": ("ckpt_ls", "ckpt_verify", "ckpt_gc", "ckpt_convert", "ckpt_start", "ckpt_writer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -82,6 +83,8 @@ def _stopped_by_handlers() -> Callable[[], bool]:
 
 log = logging.getLogger(__name__)
 
+# How long an embedding server waits for the dispatcher, as data workers do.
+_ADDRESS_FILE_S = 30.0
 # More than the CPUs of any host: a slip of the finger is not to fork without end.
 _MAX_PROCESSES = 4096
 
@@ -212,3 +215,72 @@ def _words(args: argparse.Namespace, address_file: Path, cache_bytes: int, diges
     arguments += ["--device", args.device]
     arguments += [] if args.log is None else ["--log", str(args.log)]
     return [*arguments, "--threads", str(args.threads), "--cache-bytes", str(cache_bytes), f"--follow-program={digest}"]
+
+
+# `hetstream internal embedding-server`: keep rows of embedding tables for the trainers of a service.
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)")
+
+
+def add_embedding_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb."""
+    parser.description = (
+        "Keep rows of embedding tables for the trainers of a service until it ends. After SIGTERM it serves until the "
+        "trainers have taken all rows to other embedding servers. Started again with the same arguments it has all "
+        "rows that it had."
+    )
+    parser.add_argument("--service", required=True, metavar="file:FILE", help="address file of the dispatcher")
+    parser.add_argument("--name", required=True, help="its own, among the embedding servers of the service")
+    parser.add_argument(
+        "--directory",
+        required=True,
+        metavar="DIR",
+        help="its log goes to DIR/server-NAME; a place that all embedding servers of the service share",
+    )
+    parser.add_argument("--memory", required=True, metavar="SIZE", help="that its rows may take, such as 64G")
+    parser.add_argument(
+        "--generations", type=int, default=8, metavar="N", help="how many can be restored from its log (default 8)"
+    )
+    parser.add_argument(
+        "--segment",
+        default="64M",
+        metavar="SIZE",
+        help="what is written to the log before all rows are written anew, at least; more where all rows are more "
+        "(default 64M)",
+    )
+    parser.add_argument(
+        "--drain-s", type=float, default=30.0, metavar="S", help="how long it serves after SIGTERM at most (default 30)"
+    )
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # of `hetstream run`: its own lines, and no others
+    parser.set_defaults(run=run_embedding_server)
+
+
+def run_embedding_server(args: argparse.Namespace) -> int:
+    """Serve until the service ends, or until SIGTERM and no row is left."""
+    # First of all: a thread of a library that is there already would take what is held later.
+    should_stop = stop_requests() if is_in_step() else _stopped_by_handlers()
+    from hetstream.base.limits import take_all_descriptors
+    from hetstream.mpi_dataworkers.embedding.server import EmbeddingServer, ServerOptions
+    from hetstream.mpi_dataworkers.process.children import keep_apart
+    from hetstream.mpi_dataworkers.process.interpreter import keep_freed_memory
+    from hetstream.mpi_dataworkers.wire.address import parse_service, wait_for_address_file
+
+    memory_bytes, segment_bytes = _bytes_of("--memory", args.memory), _bytes_of("--segment", args.segment)
+    if not args.directory:
+        raise UsageError("--directory '': must name a path. Is a variable of the shell empty?")
+    options = ServerOptions(
+        args.name, Path(args.directory), memory_bytes, args.drain_s, args.generations, segment_bytes
+    )
+    keep_apart(args.log)
+    take_all_descriptors()
+    keep_freed_memory()  # answers are as large as batches
+    service = wait_for_address_file(parse_service(args.service), _ADDRESS_FILE_S)
+    EmbeddingServer(service, options).run(should_stop)
+    return 0
+
+
+def _bytes_of(option: str, text: str) -> int:
+    size = _SIZE.fullmatch(text)
+    if size is None:
+        raise UsageError(f"{option} {text!r}: must be a number of bytes, with K, M, G or T behind it, such as 64G")
+    return int(float(size[1]) * (1 << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[size[2]]))

@@ -16,6 +16,7 @@ import traceback
 from types import ModuleType
 
 import hetstream.mpi_dataworkers.dispatcher.server
+import hetstream.mpi_dataworkers.embedding.server
 import hetstream.mpi_dataworkers.worker.supervisor  # noqa: F401, and torch with it
 from hetstream.mpi_dataworkers.process import faults
 from hetstream.slurm_plugin.cli import main

@@ -1,0 +1,459 @@
+"""One embedding server or two, as processes: what is refused, what waits, and what a kill at each place leaves."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
+from hetstream.mpi_dataworkers.transports.choice import TransportSender
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress
+from hetstream.mpi_dataworkers.wire.messages import (
+    AdoptParts,
+    Batch,
+    EmbeddingRefused,
+    EmbeddingTable,
+    ExpectParts,
+    MarkGeneration,
+    OpenTables,
+    PartRows,
+    PartsHeld,
+    ReadRows,
+    RestoreGeneration,
+    RowsRead,
+    SendParts,
+    WriteRows,
+    WritesKept,
+)
+from tests.mpi_dataworkers.embedding.conftest import MakeClient, MakeServer
+from tests.mpi_dataworkers.embedding.servers import HETSTREAM, Client, RefusedError, Server, until
+
+TABLE = EmbeddingTable("t", 5000, 16)
+EVEN, ODD = list(range(0, 256, 2)), list(range(1, 256, 2))
+
+
+def rows_of(first: int, stop: int, word: bytes = b"row") -> dict[int, bytes]:
+    return {row: word.ljust(8, b".") + row.to_bytes(8, "little") for row in range(first, stop)}
+
+
+def everything(client: Client, server: Server) -> dict[int, bytes]:
+    return client.read(server, "t", range(TABLE.num_rows))
+
+
+def test_what_is_wrong_is_refused_and_nothing_changes(server_of: MakeServer, client_of: MakeClient) -> None:
+    server, client = server_of("a").start(), client_of(0, TABLE)
+    client.open(server, EVEN)
+    client.write(server, "t", {0: bytes(16)})
+    ids, row = np.zeros(1, np.int64), np.zeros(16, np.uint8)
+
+    def refused(message: object, *frames: object) -> str:
+        client.send(server, message, *frames)
+        return str(client.answer(EmbeddingRefused, message.number)[0].text)  # type: ignore[attr-defined]
+
+    def write(number: int, table: str = "t") -> WriteRows:
+        return WriteRows(client.name, number, table)
+
+    client.number = 100
+    assert "id 5000 is out of range" in refused(write(11), np.array([5000]), row)
+    assert "id -1 is out of range" in refused(ReadRows(client.name, 12, "t"), np.array([-1]))
+    assert "15 bytes of rows came with 1 ids" in refused(write(13), ids, row[1:])
+    assert "table 'other' is not open" in refused(write(14, "other"), ids, row)
+    assert "needs part 1, which does not lie on this server" in refused(
+        write(15), np.array([0, 1]), np.zeros(32, np.uint8)
+    )
+    assert "came with 1 frames; it has 2" in refused(write(16), ids)
+    assert "there is no part 256" in refused(ExpectParts(client.name, 17, [256]))
+    assert "part 0 lies here already" in refused(ExpectParts(client.name, 18, [0]))
+    assert "needs part 3" in refused(SendParts(client.name, 19, [3], server.addresses))
+    assert "number 0: changes count from 1" in refused(write(0), ids, row)
+    assert "names the logs []" in refused(MarkGeneration(client.name, 20, "g", 1, []))
+    assert "cannot be read" in refused(AdoptParts(client.name, 21, [1], "/nowhere"))
+    assert "has no generation 'g'" in refused(RestoreGeneration(client.name, 22, "g", [0], str(server.log)))
+    # Refused once, refused for good: what was asked again after a lost connection may be of before.
+    assert "id 5000 is out of range" in refused(write(11), ids, row)
+    client.parts[server.name] = [300]
+    client.name, known = "f" * 32, client.name
+    client.open(server)
+    assert "there is no part 300" in client.answer(EmbeddingRefused, 0)[0].text
+    client.name = known
+    # Nobody is answered: of a stranger one knows no address.
+    client.send(server, ReadRows("0" * 32, 1, "t"), ids)
+    client.send(server, Batch("session", 0, 1, 1, b"", []))
+    client.send(server, RowsRead("a", 1), ids)
+    client.send(server, WritesKept("a", 1))
+    client.send(server, PartRows(client.name, 1000, "t", 1), np.array([1]), row)
+    assert client.read(server, "t", range(0, 5000, 2)) == {0: bytes(16)}
+    server.end()
+    server.start()
+    client.open(server)
+    assert "id 5000 is out of range" in refused(write(11), ids, row)
+    assert client.read(server, "t", range(0, 5000, 2)) == {0: bytes(16)}
+
+
+def test_a_stranger_is_not_let_in(server_of: MakeServer, address: ServiceAddress) -> None:
+    server = server_of("a").start()
+    stranger = TransportSender("00" * 32, "w")
+    with pytest.raises(PeerUnreachable):
+        stranger.send(server.addresses, OpenTables("c" * 32, 0, (), [TABLE], EVEN), [])
+    stranger.close(0.0)
+    registration = address.file.parent / "embedding-servers" / "a.json"
+    assert registration.stat().st_mode & 0o777 == 0o600
+    assert registration.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_new_trainer_takes_the_place_of_the_one_before(server_of: MakeServer, client_of: MakeClient) -> None:
+    server, before, other = server_of("a").start(), client_of(0, TABLE), client_of(1, TABLE)
+    before.open(server, EVEN)
+    other.open(server, ODD)
+    before.write(server, "t", {0: bytes(16)})
+    other.write(server, "t", {1: bytes(16)})
+    after = client_of(0, TABLE, EmbeddingTable("more", 10, 4))
+    after.open(server, EVEN)
+    assert after.read(server, "t", range(0, 100, 2)) == {}
+    assert other.read(server, "t", [1]) == {1: bytes(16)}
+    with pytest.raises(RefusedError, match="was replaced by another trainer of its rank"):
+        before.write(server, "t", {0: bytes(16)})
+    before.open(server)
+    assert "end this one" in before.answer(EmbeddingRefused, 0)[0].text
+    server.end()
+    server.start()
+    before.open(server)
+    assert "end this one" in before.answer(EmbeddingRefused, 0)[0].text
+    # A smaller training: its first generation is the end of the ranks that are no more.
+    after.open(server)
+    other.open(server)
+    after.mark("g", 1, [server])
+    with pytest.raises(RefusedError, match="was replaced"):
+        other.read(server, "t", [1])
+
+
+def test_changes_that_come_again_are_made_once(server_of: MakeServer, client_of: MakeClient) -> None:
+    server, client = server_of("a").start(), client_of(0, TABLE)
+    client.open(server)
+    old = client.write(server, "t", rows_of(0, 10, b"old"))
+    client.write(server, "t", rows_of(0, 10, b"new"))
+    message, frames = WriteRows(client.name, old, "t"), (np.arange(10), np.zeros(160, np.uint8))
+    for _ in range(2):  # as over a connection of before
+        client.send(server, message, *frames)
+        client.answer(WritesKept, old)
+        assert everything(client, server) == rows_of(0, 10, b"new")
+        server.end()
+        server.start()
+        client.open(server)
+    assert client.read(server, "t", []) == {}
+
+
+def test_rows_that_move_are_waited_for(server_of: MakeServer, client_of: MakeClient) -> None:
+    one, two = server_of("a").start(), server_of("b").start()
+    client, other = client_of(0, TABLE), client_of(1, TABLE)
+    for server, parts in ((one, (EVEN, ODD)), (two, ([], []))):
+        client.open(server, parts[0])
+        other.open(server, parts[1])
+    client.write(one, "t", {row: data for row, data in rows_of(0, 5000).items() if row % 2 == 0})
+    expect = client.change(two, ExpectParts(client.name, client.next(), EVEN))
+    reading = client.next()
+    client.send(two, ReadRows(client.name, reading, "t"), np.array([0, 2]))
+    written = client.write(two, "t", rows_of(2, 3, b"new"), wait=False)
+    with pytest.raises(TimeoutError):
+        client.answer(RowsRead, reading, 0.3)
+    other.write(one, "t", rows_of(1, 2))  # nobody else waits
+    send = client.change(one, SendParts(client.name, client.next(), EVEN, two.addresses))
+    assert client.rows_read(reading, "t", [0, 2]) == rows_of(0, 1) | rows_of(2, 3)
+    client.answer(WritesKept, written)
+    for _ in range(2):  # what is sent again is not newer than what is here
+        client.send(one, SendParts(client.name, send, EVEN, two.addresses))
+        time.sleep(0.1)
+        assert client.read(two, "t", [2]) == rows_of(2, 3, b"new")
+    client.send(two, ExpectParts(client.name, expect, EVEN))
+    assert client.answer(PartsHeld, expect)[0].parts == EVEN
+    client.end_move(one, send, EVEN)
+    client.send(one, SendParts(client.name, send, EVEN, two.addresses))  # late
+    assert client.read(two, "t", [0, 2]) == rows_of(0, 1) | rows_of(2, 3, b"new")
+    with pytest.raises(RefusedError, match="does not lie on this server"):
+        client.read(one, "t", [0])
+
+
+def test_another_plan_for_parts_goes_before_what_waits_for_them(server_of: MakeServer, client_of: MakeClient) -> None:
+    one, two, client = server_of("a").start(), server_of("b").start(), client_of(0, TABLE)
+    client.open(one)
+    client.open(two, [])
+    client.write(one, "t", rows_of(0, 512))
+    client.mark("g", 1, [one, two])
+    client.change(two, ExpectParts(client.name, client.next(), EVEN))
+    written = client.write(two, "t", rows_of(2, 3, b"new"), wait=False)
+    one.end()
+    client.adopt(two, EVEN, one.log)
+    client.answer(WritesKept, written)
+    assert client.read(two, "t", [0, 2]) == rows_of(0, 1) | rows_of(2, 3, b"new")
+    # A restart between: what waits is not taken for done.
+    client.change(two, ExpectParts(client.name, client.next(), ODD[:1]))
+    waiting = client.write(two, "t", rows_of(1, 2, b"newer"), wait=False)
+    expect = client.change(two, ExpectParts(client.name, client.next(), ODD[:1]))
+    with pytest.raises(TimeoutError):
+        client.answer(WritesKept, waiting, 0.3)
+    two.end()
+    two.start()
+    client.open(two)
+    client.adopt(two, ODD[:1], one.log)
+    client.unkept[two.name] = [one for one in client.unkept[two.name] if one[0].number > expect]
+    client.answer(WritesKept, waiting)
+    assert client.read(two, "t", [1]) == rows_of(1, 2, b"newer")
+    # To give them up, or to go back, refuses what waits.
+    for give_up in (client.drop, lambda server, parts: client.restore(server, "g", parts, one.log)):
+        client.drop(two, [3])
+        client.change(two, ExpectParts(client.name, client.next(), [3]))
+        waiting = client.write(two, "t", rows_of(3, 4, b"newest"), wait=False)
+        give_up(two, [3])
+        with pytest.raises(RefusedError, match="were given up"):
+            client.answer(WritesKept, waiting)
+    assert client.read(two, "t", [3]) == rows_of(3, 4)
+
+
+@pytest.mark.parametrize("action", ["kill", "full"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_write_that_ends_inside_is_none(
+    server_of: MakeServer, client_of: MakeClient, action: str, count: int
+) -> None:
+    """A process that is killed in a record, or a disk that is full there, leaves what was before."""
+    server, client = server_of("a"), client_of(0, TABLE)
+    marker = server.directory.parent / "marker"
+    server.start(fault=f"embedding.in_record:{count + 1}:{action}:{marker}")
+    client.open(server)
+    for number in range(1, count):
+        client.write(server, "t", rows_of(number, number + 10))
+    if action == "full":
+        with pytest.raises(
+            RefusedError, match=r"WriteRows cannot be written to 000001.log .* No space left .* make room"
+        ):
+            client.write(server, "t", rows_of(3000, 3100))
+        client.write(server, "t", rows_of(100, 110))
+        server.end()
+    else:
+        client.write(server, "t", rows_of(100, 110), wait=False)
+        server.wait()
+    server.start()
+    client.open(server)
+    assert client.read(server, "t", range(3000, 3100)) == {}
+    expected = {row: data for number in range(1, count) for row, data in rows_of(number, number + 10).items()}
+    assert everything(client, server) == expected | rows_of(100, 110)
+
+
+@pytest.mark.parametrize("point", ["before_fsync", "before_answer"])
+def test_a_kill_before_the_answer_costs_nothing(server_of: MakeServer, client_of: MakeClient, point: str) -> None:
+    server, client = server_of("a"), client_of(0, TABLE)
+    server.start(fault=f"embedding.{point}:1:kill:{server.directory.parent / 'marker'}")
+    client.open(server)
+    written = client.write(server, "t", rows_of(0, 1000), wait=False)
+    server.wait()
+    server.start()
+    client.open(server)
+    client.answer(WritesKept, written)
+    assert everything(client, server) == rows_of(0, 1000)
+
+
+@pytest.mark.parametrize("point", ["part_sent", "part_received", "before_held"])
+def test_a_kill_in_a_move_costs_nothing(server_of: MakeServer, client_of: MakeClient, point: str) -> None:
+    one, two, client = server_of("a"), server_of("b"), client_of(0, TABLE)
+    fault = f"embedding.{point}:{1 if point == 'before_held' else 40}:kill:{one.directory.parent / 'marker'}"
+    one.start(fault=fault)
+    two.start(fault=fault)
+    client.open(one)
+    client.open(two, [])
+    client.write(one, "t", rows_of(0, 5000))
+    expect, send = client.begin_move(one, two, EVEN)
+    hurt = one if point == "part_sent" else two
+    hurt.wait()
+    hurt.start()
+    client.open(hurt)
+    again = SendParts(client.name, send, EVEN, two.addresses)
+    client.unkept[one.name] = [entry for entry in client.unkept[one.name] if entry[0].number != send]
+    client.change(one, again)
+    client.answer(PartsHeld, expect)
+    client.end_move(one, send, EVEN)
+    assert client.read(two, "t", range(0, 5000, 2)) == {
+        row: row_ for row, row_ in rows_of(0, 5000).items() if row % 2 == 0
+    }
+    assert client.read(one, "t", range(1, 5000, 2)) == {row: row_ for row, row_ in rows_of(0, 5000).items() if row % 2}
+
+
+@pytest.mark.parametrize(("point", "count"), [("base_written", 3), ("part_received", 1)])
+def test_a_kill_while_the_log_is_put_in_order_costs_nothing(
+    server_of: MakeServer, client_of: MakeClient, point: str, count: int
+) -> None:
+    server, client = server_of("a"), client_of(0, TABLE)
+    server.start("--segment", "1000", fault=f"embedding.{point}:{count}:kill:{server.directory.parent / 'marker'}")
+    client.open(server)
+    client.write(server, "t", rows_of(0, 2000))
+    client.mark("g", 1, [server])
+    for number in range(60):
+        client.write(server, "t", rows_of(0, 2000, b"%d" % number), wait=False)
+        if point == "part_received" and number == 5:
+            client.change(server, RestoreGeneration(client.name, client.next(), "g", EVEN, str(server.log)))
+    server.wait()
+    server.start("--segment", "1000")
+    client.open(server)
+    client.write(server, "t", rows_of(2000, 2001))
+    assert everything(client, server) == rows_of(0, 2000, b"59") | rows_of(2000, 2001)
+    client.restore(server, "g", [*EVEN, *ODD], server.log)
+    assert everything(client, server) == rows_of(0, 2000)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+def test_a_full_disk_refuses_and_room_helps(server_of: MakeServer, client_of: MakeClient, folder: Path) -> None:
+    (folder / "logs").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder / "logs"], check=True)
+    try:
+        server, client = server_of("a").start(), client_of(0, TABLE)
+        client.open(server)
+        (folder / "logs" / "ballast").write_bytes(bytes(900 << 10))
+        kept: dict[int, bytes] = {}
+        refused = ""
+        for number in range(20):
+            rows = rows_of(100 * number, 100 * number + 1000)
+            try:
+                client.write(server, "t", rows)
+                kept |= rows
+            except RefusedError as error:
+                refused = str(error)
+        assert "No space left on device" in refused
+        assert everything(client, server) == kept
+        (folder / "logs" / "ballast").unlink()
+        client.write(server, "t", rows_of(4000, 4500))
+        kept |= rows_of(4000, 4500)
+        server.end()
+        server.start()
+        client.open(server)
+        assert everything(client, server) == kept
+        server.end()
+    finally:
+        subprocess.run(["umount", folder / "logs"], check=True)
+
+
+def test_a_file_size_limit_refuses(server_of: MakeServer, client_of: MakeClient) -> None:
+    server, client = server_of("a").start(), client_of(0, TABLE)
+    client.open(server)
+    client.write(server, "t", rows_of(0, 100))
+    assert server.process is not None
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+    with pytest.raises(RefusedError, match="File too large"):
+        client.write(server, "t", rows_of(0, 1000, b"large"))
+    client.write(server, "t", rows_of(0, 10, b"small"))
+    server.end()
+    server.start()
+    client.open(server)
+    assert everything(client, server) == rows_of(0, 100) | rows_of(0, 10, b"small")
+
+
+def test_rows_beyond_the_memory_are_refused(server_of: MakeServer, client_of: MakeClient) -> None:
+    one, two, client = server_of("a").start("--memory", "30K"), server_of("b").start(), client_of(0, TABLE)
+    client.open(one, [])
+    client.open(two)
+    client.write(two, "t", rows_of(0, 5000))
+    expect, _ = client.begin_move(two, one, EVEN)
+    with pytest.raises(RefusedError, match=r"and its limit is 30.7 kB. Start another server"):
+        client.answer(PartsHeld, expect)
+    with pytest.raises(RefusedError, match="does not lie on this server"):
+        client.read(one, "t", [0])
+    client.move(two, one, [0, 1])
+    assert client.read(one, "t", [0, 1, 256]) == rows_of(0, 2) | rows_of(256, 257)
+    assert one.registration["limit_bytes"] == 30720
+
+
+def test_sigterm_waits_until_the_rows_are_elsewhere(server_of: MakeServer, client_of: MakeClient) -> None:
+    one, two, client = server_of("a").start(), server_of("b").start(), client_of(0, TABLE)
+    client.open(one)
+    client.open(two, [])
+    client.write(one, "t", rows_of(0, 5000))
+    assert one.process is not None
+    one.process.send_signal(signal.SIGTERM)
+    until(lambda: one.registration["draining"], "it says that it drains", one)
+    assert client.read(one, "t", [7]) == rows_of(7, 8)
+    client.move(one, two, [*EVEN, *ODD])
+    assert one.wait() == 0
+    assert one.registration == {}
+    assert everything(client, two) == rows_of(0, 5000)
+    until(lambda: two.registration["rows"] == 5000, "it says what it has", two)
+    # The end of the service is the end of what is left.
+    two.service.file.unlink()
+    assert two.wait() == 0
+    assert two.registration == {}
+
+
+def test_sigterm_ends_it_in_time_all_the_same(server_of: MakeServer, client_of: MakeClient) -> None:
+    server, client = server_of("a").start("--drain-s", "0.5"), client_of(0, TABLE)
+    client.open(server)
+    client.write(server, "t", rows_of(0, 10), wait=False)
+    assert server.end(signal.SIGTERM) == 0
+    server.start()
+    client.open(server)
+    assert everything(client, server) == rows_of(0, 10)
+
+
+def test_a_second_server_of_the_name_is_refused(server_of: MakeServer) -> None:
+    first, second = server_of("a").start(), server_of("a")
+    second.begin()
+    assert second.wait() == 1
+    assert "another embedding server uses" in second.output
+    assert first.process is not None
+    assert first.process.poll() is None
+
+
+def test_a_client_that_takes_nothing_holds_up_nobody(server_of: MakeServer, client_of: MakeClient) -> None:
+    server, slow, other = server_of("a").start(), client_of(0, TABLE), client_of(1, TABLE)
+    slow.open(server, EVEN)
+    other.open(server, ODD)
+    slow.write(server, "t", {row: data for row, data in rows_of(0, 5000).items() if row % 2 == 0})
+    ids = np.tile(np.arange(0, 5000, 2), 40)
+    for _ in range(20):
+        slow.send(server, ReadRows(slow.name, slow.next(), "t"), ids)
+    begun = time.monotonic()
+    other.write(server, "t", rows_of(1, 2))
+    assert time.monotonic() - begun < 10.0  # 30 MB wait for the slow one
+    slow.close()
+    assert other.read(server, "t", [1]) == rows_of(1, 2)
+
+
+def test_nothing_is_left_in_a_server(server_of: MakeServer, client_of: MakeClient) -> None:
+    one, two = server_of("a").start(), server_of("b").start()
+
+    def held(server: Server) -> tuple[int, int]:
+        assert server.process is not None
+        proc = Path(f"/proc/{server.process.pid}")
+        return len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir()))
+
+    def a_training() -> None:
+        client = client_of(0, TABLE)
+        client.open(one)
+        client.open(two, [])
+        client.write(one, "t", rows_of(0, 5000))
+        client.mark("g", 1, [one, two])
+        client.move(one, two, EVEN)
+        client.restore(two, "g", EVEN, one.log)
+        client.close()
+
+    for _ in range(6):
+        a_training()
+    before = held(one), held(two)
+    for _ in range(6):
+        a_training()
+    until(lambda: held(one) <= before[0] and held(two) <= before[1], "it holds as little as before")
+
+
+def test_the_command_says_what_is_wrong(address: ServiceAddress, tmp_path: Path) -> None:
+    for words, text in (
+        (["--memory", "much"], "--memory 'much': must be a number of bytes"),
+        (["--name", "a/b"], "name 'a/b': 1 to 64 letters"),
+        (["--directory", ""], "--directory '': must name a path"),
+    ):
+        argv = [HETSTREAM, "internal", "embedding-server", "--service", f"file:{address.file}", "--name", "a"]
+        argv += ["--directory", str(tmp_path), "--memory", "1G", *words]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert text in done.stderr

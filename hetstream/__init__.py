@@ -25,6 +25,15 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.checkpoint.policy import Every as Every
     from hetstream.checkpoint.policy import Retention as Retention
     from hetstream.hetjob.master.local import data_workers as data_workers
+    from hetstream.mpi_dataworkers.embedding.lookahead import lookahead as lookahead
+    from hetstream.mpi_dataworkers.embedding.lookahead import with_lookups as with_lookups
+    from hetstream.mpi_dataworkers.embedding.modules import Embedding as Embedding
+    from hetstream.mpi_dataworkers.embedding.modules import EmbeddingBag as EmbeddingBag
+    from hetstream.mpi_dataworkers.embedding.modules import EmbeddingBagCollection as EmbeddingBagCollection
+    from hetstream.mpi_dataworkers.embedding.modules import EmbeddingBagConfig as EmbeddingBagConfig
+    from hetstream.mpi_dataworkers.embedding.optimizers import RowAdam as RowAdam
+    from hetstream.mpi_dataworkers.embedding.optimizers import RowSGD as RowSGD
+    from hetstream.mpi_dataworkers.embedding.optimizers import RowWiseAdagrad as RowWiseAdagrad
     from hetstream.mpi_dataworkers.generators import deterministic as deterministic
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator as numpy_sample_generator
     from hetstream.mpi_dataworkers.generators import sample_generator as sample_generator
@@ -49,6 +58,10 @@ else:
         "CheckpointReader": "checkpoint.flash.reader",
         "CheckpointStats": "checkpoint.flash.options",
         "DataLoader": "mpi_dataworkers.loader.data_loader",
+        "Embedding": "mpi_dataworkers.embedding.modules",
+        "EmbeddingBag": "mpi_dataworkers.embedding.modules",
+        "EmbeddingBagCollection": "mpi_dataworkers.embedding.modules",
+        "EmbeddingBagConfig": "mpi_dataworkers.embedding.modules",
         "EvaluationRecipe": "mpi_dataworkers.images.recipes",
         "Every": "checkpoint.policy",
         "FlashCheckpointer": "checkpoint.flash.checkpointer",
@@ -57,16 +70,21 @@ else:
         "ImageTar": "mpi_dataworkers.images.folder",
         "LoadedCheckpoint": "checkpoint.flash.destinations",
         "Retention": "checkpoint.policy",
+        "RowAdam": "mpi_dataworkers.embedding.optimizers",
+        "RowSGD": "mpi_dataworkers.embedding.optimizers",
+        "RowWiseAdagrad": "mpi_dataworkers.embedding.optimizers",
         "ShardingPolicy": "mpi_dataworkers.order.visitation",
         "TrainingRecipe": "mpi_dataworkers.images.recipes",
         "Visitation": "mpi_dataworkers.order.visitation",
         "data_workers": "hetjob.master.local",
         "deterministic": "mpi_dataworkers.generators",
+        "lookahead": "mpi_dataworkers.embedding.lookahead",
         "merge_states": "mpi_dataworkers.order.data_state",
         "mix": "mpi_dataworkers.loader.mixing",
         "numpy_sample_generator": "mpi_dataworkers.generators",
         "partition": "mpi_dataworkers.partitioner.partition",
         "sample_generator": "mpi_dataworkers.generators",
+        "with_lookups": "mpi_dataworkers.embedding.lookahead",
     }
     __all__ = [*_MODULES, "__version__"]
 

@@ -64,9 +64,10 @@ def seconds_between(began: Moment, ended: Moment) -> float:
 
 # How long a step of this process looks up embeddings (T_emb): torch's own hooks, in a few steps only.
 #
-# What counts is the forward of `torch.nn.Embedding`, `torch.nn.EmbeddingBag` and their subclasses where gradients are
-# recorded; what a subclass exchanges with other ranks in its forward is in it, and so is what FSDP gathers for one that
-# it wraps. Their backward is not: it is a part of the gradients. Nor is what a checkpoint looks up again there.
+# What counts is the forward of `torch.nn.Embedding`, `torch.nn.EmbeddingBag` and their subclasses, and of hetstream's
+# modules over tables on embedding servers, which say so of themselves, where gradients are recorded. What is exchanged
+# with other ranks in it, or waited for, is in it, and so is what FSDP gathers for one that it wraps. Their backward is
+# not: it is a part of the gradients. Nor is what a checkpoint looks up again there.
 #
 # A hook on all modules makes each call of one dearer. So it is there in about one step a second, and in one of eight at
 # most: from the end of an optimizer's call to the end of the next. Which one is drawn, so that no period of the program
@@ -129,13 +130,16 @@ class EmbeddingTimer:
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         # A compiler that traces this comes no further, so it breaks no graph. Of a lookup within another the outer one
         # counts.
-        if torch.compiler.is_compiling() or not isinstance(module, _EMBEDDINGS) or self._module:
+        if torch.compiler.is_compiling() or self._module:
+            return
+        is_on_servers = getattr(module, "looks_up_embeddings", False) is True
+        if not (isinstance(module, _EMBEDDINGS) or is_on_servers):
             return
         if not torch.is_grad_enabled() or self._thread != threading.get_ident() or _is_backward():
             return
         parameter = next(torch.nn.Module.parameters(module), None)  # a subclass may have another method of that name
-        has_room = parameter is not None and len(self._lookups) < _MOST_LOOKUPS
-        self._device = parameter.device if parameter is not None and has_room else None
+        device = torch.device("cpu") if is_on_servers else None if parameter is None else parameter.device
+        self._device = device if len(self._lookups) < _MOST_LOOKUPS else None
         self._module, self._began = id(module), self._now()
 
     def _after(self, module: torch.nn.Module, _: Any, __: Any) -> None:

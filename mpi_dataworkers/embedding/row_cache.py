@@ -1,0 +1,120 @@
+"""Which rows of a table are at hand in this process, and which leave when room is needed. Pure.
+
+A row that a known step needs stays (BagPipe's rule: arXiv 2202.12429, section 3). Of the others those leave first whose
+last use is longest ago, as long as there is room nothing does. A row that was changed is written back when it leaves.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int64]
+
+
+class RowCache:
+    """The places of rows in this process.
+
+    Args:
+        num_rows: ids are 0 to `num_rows` - 1.
+        capacity: places that there are.
+
+    Attributes:
+        num_free: places without a row.
+    """
+
+    def __init__(self, num_rows: int, capacity: int) -> None:
+        # One more than the slot, so that memory of ids that nobody names is never touched.
+        self._slot_of = np.zeros(num_rows, dtype=np.int32)
+        self._id_of = np.full(capacity, -1, dtype=np.int64)
+        self._last_use = np.zeros(capacity, dtype=np.int64)
+        self._is_dirty = np.zeros(capacity, dtype=bool)
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int64)
+        self.num_free = capacity
+        # (step, slots that it uses), in the order of steps.
+        self._uses: collections.deque[tuple[int, Slots]] = collections.deque()
+
+    @property
+    def capacity(self) -> int:
+        """Rows that may be here at once."""
+        return len(self._id_of)
+
+    def find(self, ids: Ids) -> Slots:
+        """Return the slot of each id; -1 where it is not here."""
+        return self._slot_of[ids].astype(np.int64) - 1
+
+    def claim(self, ids: Ids, step: int) -> tuple[Slots, npt.NDArray[np.bool_]] | None:
+        """Make sure that rows have a place until a step is over.
+
+        Args:
+            ids: each once.
+            step: that needs them.
+
+        Returns:
+            Their slots, and which of them had none before; None where that many are not free.
+        """
+        slots = self.find(ids)
+        is_new = slots < 0
+        num_new = int(np.count_nonzero(is_new))
+        if num_new > self.num_free:
+            return None
+        if num_new:
+            self.num_free -= num_new
+            new_slots = self._free[self.num_free : self.num_free + num_new].copy()
+            slots[is_new] = new_slots
+            self._id_of[new_slots] = ids[is_new]
+            self._slot_of[ids[is_new]] = new_slots + 1
+            self._is_dirty[new_slots] = False
+            self._last_use[new_slots] = step
+        self._last_use[slots] = np.maximum(self._last_use[slots], step)
+        self._uses.append((step, slots))
+        return slots, is_new
+
+    def evict(self, num_rows: int, before_step: int) -> tuple[Ids, Slots, npt.NDArray[np.bool_]]:
+        """Let rows leave that no step from `before_step` on is known to need, the longest unused first.
+
+        Args:
+            num_rows: leave at least; fewer where no more may, some more where they were used together.
+            before_step: the first step that is not over.
+
+        Returns:
+            Their ids, the slots that they had, and which of them were changed.
+        """
+        leaving: list[Slots] = []
+        count = 0
+        while count < num_rows and self._uses and self._uses[0][0] < before_step:
+            step, slots = self._uses.popleft()
+            unused = slots[(self._last_use[slots] == step) & (self._id_of[slots] >= 0)]
+            self._last_use[unused] = -1  # a step may have named them twice
+            leaving.append(unused)
+            count += len(unused)
+        slots = np.concatenate(leaving) if leaving else np.empty(0, dtype=np.int64)
+        ids, was_dirty = self._id_of[slots].copy(), self._is_dirty[slots].copy()
+        self._slot_of[ids] = 0
+        self._id_of[slots] = -1
+        self._is_dirty[slots] = False
+        self._free[self.num_free : self.num_free + len(slots)] = slots
+        self.num_free += len(slots)
+        return ids, slots, was_dirty
+
+    def ids_at(self, slots: Slots) -> Ids:
+        """Return whose rows are there."""
+        return self._id_of[slots]
+
+    def changed(self, slots: Any) -> None:
+        """Note that rows differ from what the servers have."""
+        self._is_dirty[slots] = True
+
+    def written(self) -> tuple[Ids, Slots]:
+        """Return all rows that differ from what the servers have, and count them as written back."""
+        slots = np.flatnonzero(self._is_dirty)
+        self._is_dirty[slots] = False
+        return self._id_of[slots], slots
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.__init__(len(self._slot_of), len(self._id_of))  # type: ignore[misc]

@@ -1,0 +1,179 @@
+"""Modules over embedding tables against torch's own with torch's own optimizers, in one process without servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hetstream
+from hetstream.errors import ConfigError
+from tests.mpi_dataworkers.embedding.programs import batches, train
+
+NUM_ROWS = 1000
+
+Make = Callable[[], nn.Module]
+OPTIMIZERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer], bool]] = {
+    "sgd": (lambda: hetstream.RowSGD(0.01), lambda parameters: torch.optim.SGD(parameters, lr=0.01), False),
+    "adam": (lambda: hetstream.RowAdam(0.1), lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1), True),
+}
+
+
+@pytest.mark.shows("embedding modules compute and update as torch's, bit for bit")
+@pytest.mark.parametrize("dim", [16, 10, 1])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_bag_is_torchs_bit_for_bit(optimizer: str, mode: str, dim: int) -> None:
+    ours, theirs, is_sparse = OPTIMIZERS[optimizer]
+    if mode == "max" and is_sparse:
+        is_sparse = False
+        theirs = OPTIMIZERS["sgd"][1]
+        ours = OPTIMIZERS["sgd"][0]
+    torch.manual_seed(1)
+    bag = nn.EmbeddingBag(NUM_ROWS, dim, mode=mode, sparse=is_sparse)
+    expected = train(bag, dim, batches(NUM_ROWS), theirs(bag.parameters()))
+    torch.manual_seed(1)
+    own = hetstream.EmbeddingBag(NUM_ROWS, dim, mode=mode, optimizer=ours())
+    assert train(own, dim, batches(NUM_ROWS)) == expected
+    assert torch.equal(own.state_dict()["weight"], bag.weight.detach())
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3, -1])
+def test_an_embedding_is_torchs_bit_for_bit(padding_idx: int | None) -> None:
+    torch.manual_seed(1)
+    theirs = nn.Embedding(NUM_ROWS, 8, padding_idx=padding_idx)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    ours = hetstream.Embedding(NUM_ROWS, 8, padding_idx=padding_idx, optimizer=hetstream.RowSGD(0.1))
+    for ids, _ in batches(NUM_ROWS):
+        optimizer.zero_grad()
+        expected, got = theirs(ids), ours(ids)
+        assert torch.equal(expected, got)
+        expected.pow(2).sum().backward()
+        got.pow(2).sum().backward()
+        optimizer.step()
+    assert torch.equal(ours.state_dict()["weight"], theirs.weight.detach())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_with_a_padded_row_are_torchs(mode: str) -> None:
+    torch.manual_seed(1)
+    theirs = nn.EmbeddingBag(50, 4, mode=mode, padding_idx=7)
+    torch.manual_seed(1)
+    ours = hetstream.EmbeddingBag(50, 4, mode=mode, padding_idx=7, optimizer=hetstream.RowSGD(0.1))
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        ids = torch.randint(50, (6, 3), generator=generator)
+        assert torch.equal(theirs(ids), ours(ids))
+    only = torch.full((2, 3), 7)
+    assert torch.equal(theirs(only), ours(only))
+    nothing, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    assert torch.equal(theirs(nothing, offsets), ours(nothing, offsets))
+
+
+def test_weights_of_samples_and_last_offsets_are_torchs() -> None:
+    torch.manual_seed(1)
+    theirs = nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
+    torch.manual_seed(1)
+    ours = hetstream.EmbeddingBag(50, 4, mode="sum", include_last_offset=True, optimizer=hetstream.RowSGD(0.1))
+    ids, offsets, weights = torch.tensor([1, 2, 2, 49, 0]), torch.tensor([0, 2, 2, 5]), torch.rand(5)
+    assert torch.equal(theirs(ids, offsets, weights), ours(ids, offsets, weights))
+    assert torch.equal(theirs(ids.int(), offsets.int(), weights), ours(ids.int(), offsets.int(), weights))
+
+
+def test_a_table_that_is_looked_up_twice_in_a_step_gets_both_gradients() -> None:
+    torch.manual_seed(1)
+    theirs = nn.Embedding(20, 4)
+    torch.manual_seed(1)
+    ours = hetstream.Embedding(20, 4, optimizer=hetstream.RowSGD(0.5))
+    first, second = torch.tensor([1, 2, 3]), torch.tensor([3, 4, 3])
+    for module in (theirs, ours):
+        (module(first).sum() + module(second).pow(2).sum()).backward()
+    with torch.no_grad():
+        theirs.weight -= 0.5 * theirs.weight.grad
+    torch.testing.assert_close(ours.state_dict()["weight"], theirs.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_wise_adagrad_is_its_formula(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    ours = hetstream.EmbeddingBag(30, 6, mode="sum", dtype=dtype, optimizer=hetstream.RowWiseAdagrad(0.1, eps=1e-6))
+    weight = ours.state_dict()["weight"].clone()
+    sums = torch.zeros(30)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        ids = torch.randint(30, (4, 3), generator=generator)
+        leaf = weight.clone().requires_grad_()
+        functional.embedding_bag(ids, leaf, mode="sum").float().pow(2).sum().backward()
+        ours(ids).float().pow(2).sum().backward()
+        grad = leaf.grad
+        assert grad is not None
+        touched = ids.unique()
+        sums[touched] += grad[touched].float().pow(2).mean(1)
+        step = 0.1 * grad[touched].float() / (sums[touched].sqrt() + 1e-6)[:, None]
+        weight[touched] = (weight[touched].float() - step).to(dtype)
+        torch.testing.assert_close(ours.state_dict()["weight"], weight)
+
+
+def test_a_state_of_torchs_module_is_loaded_and_training_goes_on_from_ones_own() -> None:
+    bag = nn.EmbeddingBag(40, 4)
+    own = hetstream.EmbeddingBag(40, 4, optimizer=hetstream.RowAdam(0.1))
+    own.load_state_dict(bag.state_dict())
+    assert torch.equal(own.state_dict()["weight"], bag.weight.detach())
+    data = batches(40)
+    torch.manual_seed(1)
+    whole = train(own, 4, data)
+    other = hetstream.EmbeddingBag(40, 4, optimizer=hetstream.RowAdam(0.1))
+    other.load_state_dict(bag.state_dict())
+    torch.manual_seed(2)
+    head = nn.Linear(4, 1)
+    train(other, 4, data[:10], head=head)
+    third = hetstream.EmbeddingBag(40, 4, optimizer=hetstream.RowAdam(0.1))
+    third.load_state_dict(other.state_dict())
+    assert train(third, 4, data[10:], head=head) == whole[10:]
+
+
+def test_wrong_ids_and_arguments_are_named() -> None:
+    bag = hetstream.EmbeddingBag(10, 4, name="users", optimizer=hetstream.RowSGD(0.1))
+    for wrong in (10, -1):
+        with pytest.raises(IndexError, match=f"table users: there is no row {wrong}, its ids are 0 to 9"):
+            bag(torch.tensor([[1, wrong]]))
+    with pytest.raises(ConfigError, match="another embedding table of this process has it"):
+        hetstream.EmbeddingBag(10, 4, name="users", optimizer=hetstream.RowSGD(0.1))
+    with pytest.raises(ConfigError, match="rows are updated by"):
+        hetstream.EmbeddingBag(10, 4, optimizer=torch.optim.SGD)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"weight has shape \(11, 4\), and the table \(10, 4\)"):
+        bag.load_state_dict(nn.EmbeddingBag(11, 4).state_dict())
+
+
+def test_a_collection_is_one_bag_for_each_feature() -> None:
+    configs = [
+        hetstream.EmbeddingBagConfig(20, 4, "users", ["user"]),
+        hetstream.EmbeddingBagConfig(30, 4, "items", ["item", "seen"]),
+    ]
+    collection = hetstream.EmbeddingBagCollection(configs, optimizer=hetstream.RowSGD(0.1))
+    state = collection.state_dict()
+    bags = {
+        name: nn.EmbeddingBag.from_pretrained(state[f"embedding_bags.{table}.weight"].clone(), mode="sum", freeze=False)
+        for name, table in (("user", "users"), ("item", "items"))
+    }
+    features = {"seen": torch.tensor([[1, 2], [29, 1]]), "user": torch.tensor([19, 0]), "item": torch.tensor([3, 3])}
+    got = collection(features)
+    expected = {
+        "seen": bags["item"](features["seen"]),
+        "user": bags["user"](features["user"][:, None]),
+        "item": bags["item"](features["item"][:, None]),
+    }
+    assert list(got) == list(features)
+    for name, rows in expected.items():
+        assert torch.equal(got[name], rows)
+    torch.stack(list(got.values())).pow(2).sum().backward()
+    torch.stack(list(expected.values())).pow(2).sum().backward()
+    state = collection.state_dict()
+    for bag, table in ((bags["user"], "users"), (bags["item"], "items")):
+        assert bag.weight.grad is not None
+        torch.testing.assert_close(state[f"embedding_bags.{table}.weight"], bag.weight.detach() - 0.1 * bag.weight.grad)

@@ -200,6 +200,9 @@ class SlurmClient(Protocol):
     def cancel(self, job_id: str) -> None:
         """Cancel a job and all its array tasks; one that has ended already is no error."""
 
+    def ask_to_end(self, job_id: str) -> None:
+        """Send SIGTERM to the batch script of a job, which goes on until it ends by itself."""
+
     def marked_jobs(self, mark: str) -> Sequence[MarkedJob]:
         """Return the jobs of this user that are not over and have this word in their comment."""
 

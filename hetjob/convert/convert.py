@@ -24,21 +24,24 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import shortened
 from hetstream.hetjob.convert.directives import foreign_line, is_own, option_lines, prologue_length, split_line
 from hetstream.hetjob.convert.plan import (
+    EMBEDDING_SERVER_CPUS,
     Change,
     Component,
     HetPlan,
     TrainerPartition,
     checkpoint_overrides,
     class_overrides,
-    data_worker_component,
+    cpu_components,
     gpu_companion_options,
     gpu_stage_changes,
+    inherited,
     memory_per_cpu,
     trainer_overrides,
     worker_megabytes,
@@ -56,7 +59,7 @@ from hetstream.hetjob.convert.sbatch_options import (
     time_limit_s,
     words_of,
 )
-from hetstream.hetjob.convert.spec import JobSpec
+from hetstream.hetjob.convert.spec import EMBEDDING_SERVER_BASE_MB, JobSpec
 from hetstream.hetjob.convert.step_demand import SubmitContext
 from hetstream.hetjob.errors import ConversionError
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, ClusterLimits
@@ -182,14 +185,14 @@ def convert(
     changes: list[Change] = []
     components: list[Component] = []
     master_options: tuple[str, ...] | None = None
-    writer_options: tuple[str, ...] | None = None
-    if spec.data_workers_max:
+    if spec.has_master:
         partition = _partition(spec, name, cluster)
         foreign = None if options.has("ignore-pbs") else foreign_line(script)
-        runs_in = _trainer_partition(options, cluster)
-        overrides, changes = trainer_overrides(spec, script, options, runs_in, foreign, surroundings)
-        _check_size(spec, worker_megabytes(spec, options), partition, cluster, name)
-        components, added = data_worker_component(spec, options, partition, cluster, foreign)
+        if spec.data_workers_max:
+            runs_in = _trainer_partition(options, cluster)
+            overrides, changes = trainer_overrides(spec, script, options, runs_in, foreign, surroundings)
+        _check_sizes(spec, options, partition, cluster, name)
+        components, added = cpu_components(spec, options, partition, cluster, foreign)
         changes += [*added, *gpu_stage_changes(spec)]
         longest_s = _longest_s(spec, options, partition, cluster, name)
         master_options = tuple(_master_options(spec, partition, options, longest_s, cluster))
@@ -199,7 +202,6 @@ def convert(
         replaced = {option.name for option in more}
         overrides = [*(option for option in overrides if option.name not in replaced), *more]
         changes += added
-        writer_options = _writer_options(spec)
     more, added = class_overrides(spec, options, cluster.opportunistic, name)
     overrides, changes = [*overrides, *more], [*changes, *added]
     trainer, sbatch_options = _of_component_and_job(components, outside, overrides)
@@ -207,7 +209,7 @@ def convert(
         components=(Component(0, "trainer", trainer), *components),
         changes=tuple(changes),
         master_options=master_options,
-        writer_options=writer_options,
+        writer_options=_writer_options(spec),
         sbatch_options=sbatch_options,
     )
 
@@ -228,6 +230,8 @@ def _of_component_and_job(
 def _partition(spec: JobSpec, name: str, cluster: ClusterLimits) -> str:
     """Where the data workers are to run."""
     partition = spec.data_worker_partition or cluster.default_partition
+    if partition is None and not spec.data_workers_max and spec.embedding_server_partition is not None:
+        return spec.embedding_server_partition
     if partition is None:
         raise MissingPartition(
             f"{name}: no directive names the data workers' partition and the cluster's default is not known here. "
@@ -243,12 +247,20 @@ def check_cluster(spec: JobSpec, cluster: ClusterLimits) -> None:
         MissingPartition: the partition does not exist.
         NeedsBackfill: the scheduler never starts heterogeneous jobs, or never looks for holes.
     """
-    wanted = (spec.data_worker_partition or "").split(",")
-    missing = [name for name in wanted if name and cluster.partitions and name not in cluster.partitions]
-    if missing:
-        raise MissingPartition(
-            f"--data-worker-partition={spec.data_worker_partition}: partition {missing[0]!r} does not exist. "
-            f"This cluster has {', '.join(sorted(cluster.partitions))}. Check: sinfo -s"
+    for option, wanted in (
+        ("data-worker-partition", spec.data_worker_partition or ""),
+        ("embedding-server-partition", spec.embedding_server_partition or ""),
+    ):
+        missing = [name for name in wanted.split(",") if name and cluster.partitions and name not in cluster.partitions]
+        if missing:
+            raise MissingPartition(
+                f"--{option}={wanted}: partition {missing[0]!r} does not exist. This cluster has "
+                f"{', '.join(sorted(cluster.partitions))}. Check: sinfo -s"
+            )
+    if spec.embedding_servers_min and cluster.scheduler not in (None, "sched/backfill"):
+        raise NeedsBackfill(
+            f"this cluster runs SchedulerType={cluster.scheduler}, and Slurm starts heterogeneous jobs, such as those "
+            "with --embedding-servers, only through sched/backfill. Remove the option"
         )
     if spec.data_workers_min and cluster.scheduler not in (None, "sched/backfill"):
         raise NeedsBackfill(
@@ -273,6 +285,11 @@ def _check_limits(spec: JobSpec, script: str, name: str, options: SbatchOptions)
             f"Call the program from a script that starts with #!/bin/bash"
         )
     array = options.last("array")
+    if array and spec.embedding_servers_min:
+        raise JobArrayNotSupported(
+            f"{name} {array.origin}: --array={array.value} is not supported with a heterogeneous job (Slurm limit), "
+            "such as one with --embedding-servers. Remove --array, and submit one job for each task"
+        )
     if array and spec.data_workers_min:
         raise JobArrayNotSupported(
             f"{name} {array.origin}: --array={array.value} is not supported with a heterogeneous job (Slurm limit). "
@@ -287,7 +304,7 @@ def _check_limits(spec: JobSpec, script: str, name: str, options: SbatchOptions)
     buffer_line = next(
         (number for number, line in enumerate(lines[: prologue_length(lines)], 1) if re.match(r"#(BB|DW)\s", line)), 0
     )
-    if (buffered or buffer_line) and spec.data_workers_max:
+    if (buffered or buffer_line) and spec.has_master:
         raise BurstBufferNotShared(
             f"{name} {buffered.origin if buffered else f'line {buffer_line}'}: a job's burst buffer belongs to one "
             "component, so data workers could not read it (Slurm limit). Read from the shared file system instead"
@@ -323,24 +340,60 @@ def _trainer_partition(options: SbatchOptions, cluster: ClusterLimits) -> Traine
     )
 
 
-def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: ClusterLimits, name: str) -> None:
-    """Refuse data workers that no node, or not all nodes together, could hold; features are left to Slurm."""
-    limits = cluster.limits_of(partition)
+@dataclass(frozen=True)
+class _Asked:
+    """What a component asks for.
+
+    Attributes:
+        what: runs there, in words.
+        options: that say how many and how large.
+        count: of them.
+        cpus, memory_mb: of each; None where the partition decides.
+        partition: where.
+    """
+
+    what: str
+    options: str
+    count: int
+    cpus: int
+    memory_mb: float | None
+    partition: str
+
+
+def _asked(spec: JobSpec, options: SbatchOptions, partition: str) -> Iterator[_Asked]:
+    if spec.data_workers_max:
+        of_workers = (spec.data_workers_min, spec.data_worker_cpus, worker_megabytes(spec, options))
+        own = "(--data-workers, --data-worker-cpus, --data-worker-mem), or another --data-worker-partition"
+        yield _Asked("data worker", own, *of_workers, partition)
+    if spec.embedding_servers_max:
+        of_servers = (spec.embedding_servers_min, EMBEDDING_SERVER_CPUS, megabytes(spec.embedding_server_memory or ""))
+        own = "(--embedding-servers, --embedding-server-memory), or another --embedding-server-partition"
+        yield _Asked("embedding server", own, *of_servers, spec.embedding_server_partition or partition)
+
+
+def _check_sizes(spec: JobSpec, options: SbatchOptions, partition: str, cluster: ClusterLimits, name: str) -> None:
+    """Refuse what no node, or not all nodes together, could hold; features are left to Slurm."""
+    for asked in _asked(spec, options, partition):
+        _check_size(asked, cluster, name)
+
+
+def _check_size(asked: _Asked, cluster: ClusterLimits, name: str) -> None:
+    limits = cluster.limits_of(asked.partition)
     nodes = [node for limit in limits for node in limit.nodes]
-    room = sum(node.holds(spec.data_worker_cpus, worker_mb or 0.0) for node in nodes)
-    if not nodes or not all(limit.nodes for limit in limits) or room >= max(1, spec.data_workers_min):
+    room = sum(node.holds(asked.cpus, asked.memory_mb or 0.0) for node in nodes)
+    if not nodes or not all(limit.nodes for limit in limits) or room >= max(1, asked.count):
         return
-    asked = f"{spec.data_worker_cpus} CPUs" + (f" and {memory_words(worker_mb)}" if worker_mb else "")
+    of_each = f"{asked.cpus} CPUs" + (f" and {memory_words(asked.memory_mb)}" if asked.memory_mb else "")
     largest = max(nodes, key=lambda node: (node.cpus, node.memory_mb))
     what = (
-        f"{spec.data_workers_min} data workers of {asked} do not fit into partition {partition}: it holds {room}"
+        f"{asked.count} {asked.what}s of {of_each} do not fit into partition {asked.partition}: it holds {room}"
         if room
-        else f"a data worker of {asked} fits no node of partition {partition}: the largest has {largest.cpus} CPUs and "
-        f"{memory_words(largest.memory_mb)}"
+        else f"{'an' if asked.what[0] == 'e' else 'a'} {asked.what} of {of_each} fits no node of partition "
+        f"{asked.partition}: the largest has {largest.cpus} CPUs and {memory_words(largest.memory_mb)}"
     )
     raise NoSuchNode(
-        f"{name}: {what}, and the job would wait for ever. Use fewer or smaller ones (--data-workers, "
-        "--data-worker-cpus, --data-worker-mem), or another --data-worker-partition; see: sinfo -e -o '%P %c %m %D'"
+        f"{name}: {what}, and the job would wait for ever. Use fewer or smaller ones {asked.options}; see: sinfo -e -o "
+        "'%P %c %m %D'"
     )
 
 
@@ -369,7 +422,9 @@ def _longest_s(
     return min(limits.values(), default=None)
 
 
-def _writer_options(spec: JobSpec) -> tuple[str, ...]:
+def _writer_options(spec: JobSpec) -> tuple[str, ...] | None:
+    if spec.checkpoint is None:
+        return None
     place = (f"--jobs-dir={spec.jobs_dir}",) if spec.jobs_dir else ()
     return (f"--checkpoint={spec.checkpoint}", *place)
 
@@ -377,7 +432,8 @@ def _writer_options(spec: JobSpec) -> tuple[str, ...]:
 def _master_options(
     spec: JobSpec, partition: str, options: SbatchOptions, longest_s: float | None, cluster: ClusterLimits
 ) -> list[str]:
-    worker = [*worker_options(spec, partition), *memory_per_cpu(spec, worker_megabytes(spec, options))]
+    cpus = spec.data_worker_cpus
+    worker = [*worker_options(spec, partition, cpus), *memory_per_cpu(cpus, worker_megabytes(spec, options))]
     gpu_worker = gpu_companion_options(spec, options, cluster.default_partition)
     arguments = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
     if spec.data_worker_python is not None:
@@ -393,6 +449,8 @@ def _master_options(
         arguments.append(f"--gpu-companions={spec.gpu_data_workers_min}-{spec.gpu_data_workers_max}")
         arguments.append(f"--gpu-companion-cpus={spec.gpu_data_worker_cpus}")
         arguments.append(f"--gpu-companion-options={shlex.join(gpu_worker)}")
+    if spec.embedding_servers_max:
+        arguments += _embedding_options(spec, options, spec.embedding_server_partition or partition)
     if spec.offload is not None:
         arguments.append(f"--offload={spec.offload}")
     if spec.cache is not None:
@@ -412,11 +470,19 @@ def _master_options(
             arguments.append(f"--total-epochs={spec.total_epochs}")
         if spec.on_memory_warning == "migrate":
             arguments.append("--on-memory-warning=migrate")
-        # A companion is a job of its own: what Slurm copies between components has to be said here.
-        inherited = [
-            f"--{option_name}={options.value(option_name)}"
-            for option_name in ("account", "qos", "time", "reservation", "exclude")
-            if options.value(option_name) and not any(word.startswith(f"--{option_name}=") for word in worker)
-        ]
-        arguments += ["--", *worker, *inherited]
+        arguments += ["--", *worker, *inherited(options, worker)]
+    return arguments
+
+
+def _embedding_options(spec: JobSpec, options: SbatchOptions, partition: str) -> list[str]:
+    """What the job master is told of embedding servers."""
+    low, high = spec.embedding_servers_min, spec.embedding_servers_max
+    server_mb = megabytes(spec.embedding_server_memory or "") or 0.0
+    rows_mb = server_mb - max(EMBEDDING_SERVER_BASE_MB, server_mb / 16)
+    arguments = [f"--embedding-servers={low}-{high}", f"--embedding-server-bytes={int(rows_mb * 2**20)}"]
+    arguments += [f"--embedding-dir={spec.embedding_dir}"] if spec.embedding_dir is not None else []
+    if high > low:
+        cpus = EMBEDDING_SERVER_CPUS
+        server = [*worker_options(spec, partition, cpus), *memory_per_cpu(cpus, server_mb)]
+        arguments.append(f"--embedding-companion-options={shlex.join([*server, *inherited(options, server)])}")
     return arguments

@@ -158,7 +158,10 @@ def _word(text: str, at: int, blank_can_be_escaped: bool) -> tuple[str, int]:
 
 MARK = "#HETSTREAM"
 # Options that say something of a job without data workers, too.
-_WITHOUT_WORKERS = ("jobs-dir", "job-class", "opportunistic-after")
+_WITHOUT_WORKERS = (
+    *("jobs-dir", "job-class", "opportunistic-after"),
+    *(name for name in OPTIONS if name.startswith(("checkpoint", "embedding"))),
+)
 _MEANT = re.compile(r"\s*#\s*hetstream\b", re.IGNORECASE)
 
 
@@ -255,7 +258,7 @@ def is_own(name: str) -> bool:
     """Return whether an option is hetstream's, or can only be meant as one: sbatch has none that begins so, or is so
     near.
     """
-    if name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint")):
+    if name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint", "embedding-")):
         return True
     return name not in TAKES_VALUE and bool(get_close_matches(name, OPTIONS, n=1, cutoff=_SURELY_MEANT))
 
@@ -296,7 +299,7 @@ def read_spec(directives: Sequence[Directive], name: str, counts_from_history: b
                 given = "" if directive.value is None else f"={value if value.isprintable() else repr(value)}:"
                 problems.append(f"{written}{given} {error}")
     names = {directive.name for directive in directives}
-    needs_data_workers = [name for name in names if not name.startswith("checkpoint") and name not in _WITHOUT_WORKERS]
+    needs_data_workers = names - {*_WITHOUT_WORKERS}
     # An unknown option may be this one misspelt.
     is_missing = names <= OPTIONS.keys() and bool(needs_data_workers) and "data-workers" not in names
     if is_missing and not counts_from_history:

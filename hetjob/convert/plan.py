@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -44,7 +44,7 @@ class Component:
 
     Attributes:
         het_job_offset: 0 is the leader, where the batch script runs.
-        role: `trainer` or `data_workers`.
+        role: `trainer`, `data_workers` or `embedding_servers`.
         options: sbatch options of this component. For the trainer these are only the ones that conversion adds; they
             stand after the user's own and win over them.
     """
@@ -67,9 +67,9 @@ class HetPlan:
     """The result of a conversion.
 
     Attributes:
-        components: one (companions or checkpoints only) or two.
+        components: one (companions or checkpoints only) to three.
         changes: what differs and why, in the order of the script.
-        master_options: arguments of `hetstream internal master start`; None without data workers.
+        master_options: arguments of `hetstream internal master start`; None without data workers and embedding servers.
         writer_options: arguments of `hetstream ckpt start`; None without checkpoints.
         sbatch_options: the options for sbatch's command line: those of the user's that are for the whole job.
         exports: variables that the script gives the job again, because sbatch is called without them.
@@ -276,7 +276,18 @@ def gpu_companion_options(spec: JobSpec, options: SbatchOptions, default_partiti
         arguments.append(f"--mem-per-cpu={memory_words(size_mb / spec.gpu_data_worker_cpus)}")
     elif options.has("mem", "mem-per-cpu", "mem-per-gpu"):
         arguments.append(f"--mem-per-cpu={memory_words(_MB_PER_CPU)}")
-    return (*arguments, *(f"--{name}={options.value(name)}" for name in _INHERITED if options.value(name)))
+    return (*arguments, *inherited(options, ()))
+
+
+def inherited(options: SbatchOptions, given: Sequence[str]) -> list[str]:
+    """What a companion has of the trainer's options, which Slurm copies between components alone.
+
+    Args:
+        options: of the script and the command line.
+        given: what is said otherwise.
+    """
+    names = [name for name in _INHERITED if not any(word.startswith(f"--{name}=") for word in given)]
+    return [f"--{name}={options.value(name)}" for name in names if options.value(name)]
 
 
 def gpu_stage_changes(spec: JobSpec) -> list[Change]:
@@ -544,7 +555,8 @@ def _hint(options: SbatchOptions) -> str:
     return " (for one program with several CPUs write --ntasks=1 --cpus-per-task=N)" if tasks > max(1, gpus) else ""
 
 
-# The data workers' component: what it asks for, and what of the trainer's it must not have. Pure.
+# The components of data workers and of embedding servers: what they ask for, and what of the trainer's they must not
+# have. Pure.
 #
 # Called by `convert.py`. sbatch carries some options from one component to the next, and applies all of its command
 # line and environment to every component (src/common/slurm_opt.c, `reset_each_pass`); a component can only say
@@ -555,25 +567,27 @@ _DATA_WORKER_MB_PER_CPU = 2048
 # Where Slurm wants memory per node, data workers are packed onto nodes in groups of at most this many CPUs: any CPU
 # node has that many, and no group asks for more memory than such a node carries.
 _CPUS_PER_GROUP = 16
+# Of an embedding server: one CPU for messages, one for its log.
+EMBEDDING_SERVER_CPUS = 2
 # Of what sbatch carries, options of the trainer's nodes and tasks for which an empty value is Slurm's word for none.
 _EMPTY_IS_NONE = ("prefer", "container", "container-id", "container-type")
 # Before, the components of one job wait for each other (`_find_singleton_job` in src/slurmctld/job_scheduler.c).
 _SINGLETON_SINCE = (23, 11)
 
 
-def data_worker_component(
+def cpu_components(
     spec: JobSpec,
     options: SbatchOptions,
     partition: str,
     cluster: ClusterLimits,
     foreign: int | None,
 ) -> tuple[list[Component], list[Change]]:
-    """Component 1, if there is one, and what is said about the data workers.
+    """The components behind the trainer's, if there are any, and what is said about what runs there.
 
     Args:
         spec: what the directives ask for.
         options: of the script, the environment and the command line.
-        partition: where they run.
+        partition: where data workers run.
         cluster: what is known of it.
         foreign: line with options of another batch system, if there is one.
     """
@@ -587,9 +601,15 @@ def data_worker_component(
         # Of a #PBS line `mem` may come, and then be carried like --mem; asking for memory per node is right either way.
         is_per_node = options.has("mem") or foreign is not None
         worker_mb = worker_megabytes(spec, options, is_default=foreign is not None)
-        memory = _component_memory(spec, worker_mb, per_group if is_per_node else None)
-        apart, added = _kept_apart(options, cluster, foreign)
-        arguments = (*worker_options(spec, partition), f"--ntasks={spec.data_workers_min}", *memory, *apart)
+        of_each = (spec.data_workers_min, spec.data_worker_cpus, worker_mb)
+        memory = _component_memory(*of_each, per_group if is_per_node else None)
+        apart, added = _kept_apart(1, options, cluster, foreign)
+        arguments = (
+            *worker_options(spec, partition, spec.data_worker_cpus),
+            f"--ntasks={spec.data_workers_min}",
+            *memory,
+            *apart,
+        )
         components.append(Component(1, "data_workers", arguments))
         changes.append(
             Change(
@@ -599,7 +619,34 @@ def data_worker_component(
             )
         )
         changes += added
+    if spec.embedding_servers_min:
+        component, added = _embedding_component(len(components) + 1, spec, options, partition, cluster, foreign)
+        components.append(component)
+        changes += added
     return components, [*changes, *_other_changes(spec)]
+
+
+def _embedding_component(
+    offset: int, spec: JobSpec, options: SbatchOptions, partition: str, cluster: ClusterLimits, foreign: int | None
+) -> tuple[Component, list[Change]]:
+    """The component of the embedding servers that start together with the trainer."""
+    partition = spec.embedding_server_partition or partition
+    server_mb = megabytes(spec.embedding_server_memory or "") or 0.0
+    per_group = None
+    if options.has("mem") or foreign is not None:
+        largest_mb = max((node.memory_mb for limit in cluster.limits_of(partition) for node in limit.nodes), default=0)
+        per_group = min(_CPUS_PER_GROUP, EMBEDDING_SERVER_CPUS * max(1, int(largest_mb // server_mb)))
+    memory = _component_memory(spec.embedding_servers_min, EMBEDDING_SERVER_CPUS, server_mb, per_group)
+    apart, changes = _kept_apart(offset, options, cluster, foreign)
+    arguments = worker_options(spec, partition, EMBEDDING_SERVER_CPUS)
+    arguments += [f"--ntasks={spec.embedding_servers_min}", *memory, *apart]
+    low, high = spec.embedding_servers_min, spec.embedding_servers_max
+    added = Change(
+        f"component {offset} added: {count_words(low, 'embedding server')} of {spec.embedding_server_memory} in "
+        f"partition {partition}",
+        f"--embedding-servers={low if low == high else f'{low}-{high}'}: they hold the rows of embedding tables",
+    )
+    return Component(offset, "embedding_servers", tuple(arguments)), [added, *changes]
 
 
 def _other_changes(spec: JobSpec) -> list[Change]:
@@ -614,6 +661,16 @@ def _other_changes(spec: JobSpec) -> list[Change]:
                 "the job master measures how many pay, lets those go that do not, and cancels them at the end",
             )
         )
+    if spec.embedding_servers_max > spec.embedding_servers_min:
+        changes.append(
+            Change(
+                f"up to {count_words(spec.embedding_servers_max - spec.embedding_servers_min, 'companion job')}, one "
+                "embedding server each, submitted before memory runs out, or while one server has twice the load of "
+                "the others",
+                "the job master watches how they fill, lets the newest go when half would be enough, and cancels them "
+                "at the end",
+            )
+        )
     if spec.on_memory_warning == "migrate":
         changes.append(
             Change(
@@ -624,14 +681,19 @@ def _other_changes(spec: JobSpec) -> list[Change]:
     changes.append(
         Change(
             "a line before the first command starts the job master",
-            "it runs the dispatcher and the data workers, and points the program's DataLoader at them",
+            "it runs the dispatcher and the data workers, and points the program's DataLoader at them"
+            if spec.data_workers_max
+            else "it runs the dispatcher and the embedding servers, and points the program at them",
         )
     )
     return changes
 
 
-def _kept_apart(options: SbatchOptions, cluster: ClusterLimits, foreign: int | None) -> tuple[list[str], list[Change]]:
-    """Options of component 1 that undo what sbatch carries there from the trainer and is not for data workers."""
+def _kept_apart(
+    offset: int, options: SbatchOptions, cluster: ClusterLimits, foreign: int | None
+) -> tuple[list[str], list[Change]]:
+    """Options of a component that undo what sbatch carries there from the trainer and is for the trainer alone."""
+    component = f"component {offset}"
     arguments: list[str] = []
     changes: list[Change] = []
     dependency = options.value("dependency") or ""
@@ -640,35 +702,37 @@ def _kept_apart(options: SbatchOptions, cluster: ClusterLimits, foreign: int | N
         # Any one of a list with `?` is enough for the trainer: none of them may hold the data workers.
         kept = "" if "?" in dependency else ",".join(parts)
         arguments.append(f"--dependency={kept}")
-        why = f"--dependency={dependency} holds the trainer; of the same name, its own component 1 would wait for it"
-        changes.append(Change(f"component 1: --dependency={kept}", why))
+        why = f"--dependency={dependency} holds the trainer; of the same name, its own {component} would wait for it"
+        changes.append(Change(f"{component}: --dependency={kept}", why))
     prefix, colon, signal = (options.value("signal") or "").rpartition(":")
     if signal and "B" not in prefix.upper():
         arguments.append(f"--signal=B:{signal}")
-        why = f"--signal={prefix}{colon}{signal} is for the trainer; data workers work until the job ends"
-        changes.append(Change(f"component 1: --signal=B:{signal}, which nothing there receives", why))
+        why = f"--signal={prefix}{colon}{signal} is for the trainer; the others work until the job ends"
+        changes.append(Change(f"{component}: --signal=B:{signal}, which nothing there receives", why))
     if foreign is not None:
         arguments.append("--ignore-pbs")
-        changes.append(Change("component 1: --ignore-pbs", f"line {foreign}: sbatch applies such lines to the trainer"))
+        changes.append(
+            Change(f"{component}: --ignore-pbs", f"line {foreign}: sbatch applies such lines to the trainer")
+        )
     for name in _EMPTY_IS_NONE:
         if options.value(name):
             arguments.append(f"--{name}=")
-            changes.append(Change(f"component 1: no --{name}", f"--{name}={options.value(name)} is for the trainer"))
+            changes.append(Change(f"{component}: no --{name}", f"--{name}={options.value(name)} is for the trainer"))
     if options.has("hint"):
         # sbatch sets SLURM_HINT for the trainer and reads it for the next component. The two options exclude each
         # other, and `*` asks for nothing (`validate_hint_option` in src/common/slurm_opt.c).
         arguments.append("--extra-node-info=*")
         why = f"--hint={options.value('hint')} is for the trainer, and sbatch would apply it here, too"
-        changes.append(Change("component 1: --extra-node-info=*, which is no hint", why))
+        changes.append(Change(f"{component}: --extra-node-info=*, which is no hint", why))
     if options.has("reboot"):
         why = "sbatch carries --reboot to every component; companion jobs (--data-workers=0-N) do not have it"
-        changes.append(Change("component 1: its nodes are rebooted, and whole, too", why))
+        changes.append(Change(f"{component}: its nodes are rebooted, and whole, too", why))
     return arguments, changes
 
 
-def worker_options(spec: JobSpec, partition: str) -> list[str]:
-    """sbatch options that every data worker needs, in component 1 and as a companion."""
-    arguments = [f"--partition={partition}", f"--cpus-per-task={spec.data_worker_cpus}"]
+def worker_options(spec: JobSpec, partition: str, cpus: int) -> list[str]:
+    """sbatch options that every data worker or embedding server needs, in its component and as a companion."""
+    arguments = [f"--partition={partition}", f"--cpus-per-task={cpus}"]
     for option_name in ("constraint", "account", "qos"):
         value = getattr(spec, f"data_worker_{option_name}")
         if value is not None:
@@ -689,19 +753,19 @@ def worker_megabytes(spec: JobSpec, options: SbatchOptions, *, is_default: bool 
     return None
 
 
-def memory_per_cpu(spec: JobSpec, worker_mb: float | None) -> list[str]:
-    return [f"--mem-per-cpu={memory_words(worker_mb / spec.data_worker_cpus)}"] if worker_mb else []
+def memory_per_cpu(cpus: int, each_mb: float | None) -> list[str]:
+    return [f"--mem-per-cpu={memory_words(each_mb / cpus)}"] if each_mb else []
 
 
-def _component_memory(spec: JobSpec, worker_mb: float | None, cpus_per_group: int | None) -> list[str]:
-    """Memory options of component 1; per node, in groups of so many CPUs, or per CPU (None).
+def _component_memory(tasks: int, cpus: int, each_mb: float | None, cpus_per_group: int | None) -> list[str]:
+    """Memory options of a component; per node, in groups of so many CPUs, or per CPU (None).
 
     Slurm copies `--mem` (per node) from component 0 to later ones and refuses `--mem-per-cpu` beside it ("mutually
     exclusive"). A script with `--mem` therefore needs a size per node, and with it a known number of tasks per node.
     """
-    if cpus_per_group is None or worker_mb is None:
-        return memory_per_cpu(spec, worker_mb)
-    num_in_group = max(1, cpus_per_group // spec.data_worker_cpus)
-    nodes = math.ceil(spec.data_workers_min / num_in_group)
-    per_group = math.ceil(spec.data_workers_min / nodes)
-    return [f"--ntasks-per-node={per_group}", f"--mem={memory_words(worker_mb * per_group)}"]
+    if cpus_per_group is None or each_mb is None:
+        return memory_per_cpu(cpus, each_mb)
+    num_in_group = max(1, cpus_per_group // cpus)
+    nodes = math.ceil(tasks / num_in_group)
+    per_group = math.ceil(tasks / nodes)
+    return [f"--ntasks-per-node={per_group}", f"--mem={memory_words(each_mb * per_group)}"]

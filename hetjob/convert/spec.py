@@ -19,6 +19,7 @@ from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.job.job import RULE, is_directory_pattern
 from hetstream.mpi_dataworkers.process.config import OFFLOADS, parse_cache
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
+from hetstream.mpi_dataworkers.wire.messages import EMBEDDING_PARTS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
 DEFAULT_GPU_DATA_WORKER_CPUS = 2  # one for the stage, one for receiving and sending batches
@@ -33,6 +34,10 @@ _COUNTS_RULE = "MIN is at least 0, MAX at least 1 and not below MIN"
 _CHECKPOINT_RULE = (
     "--checkpoint=DIR and --checkpoint-size=SIZE belong together: the memory that checkpoints take counts into the "
     "job's request. A model under Adam in 32 bits has about 12 bytes for each parameter; hetstream ckpt ls shows it"
+)
+_EMBEDDING_RULE = (
+    "--embedding-servers=MIN[-MAX] and --embedding-server-memory=SIZE belong together: rows of embedding tables lie in "
+    "that memory"
 )
 
 
@@ -54,6 +59,9 @@ class DirectiveOption:
 _MOST_STEPS = 10**12
 # As far ahead as backfill looks unless a site says otherwise (bf_window): it finds no longer hole.
 _LONGEST_HOLE_S = 86400.0
+_SIZES = ("data-worker-mem", "gpu-data-worker-mem", "checkpoint-size", "checkpoint-shared")
+# What of an embedding server's memory is not for rows: Python with its libraries, and messages on their way.
+EMBEDDING_SERVER_BASE_MB = 256
 _NUMBERS = (
     "data-worker-threads", "data-worker-cooldown", "trainer-cpus", "checkpoint-replicas", "total-steps", "total-epochs",
     "gpu-data-worker-cpus",
@@ -137,6 +145,20 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "SIZE", "memory of each", "4G per CPU if the script asks for memory, else the partition's"
     ),
     "gpu-data-worker-partition": DirectiveOption("NAME", "Slurm partition of these data workers", "the trainer's"),
+    "embedding-servers": DirectiveOption(
+        "MIN[-MAX]",
+        "processes on CPU nodes that hold the rows of embedding tables: those that start together with the trainer, at "
+        "least 1, and the most that there may be when tables grow",
+        "none",
+    ),
+    "embedding-server-memory": DirectiveOption("SIZE", "memory of each (`64G`)", "required with --embedding-servers"),
+    "embedding-server-partition": DirectiveOption("NAME", "Slurm partition of these", "the data workers'"),
+    "embedding-dir": DirectiveOption(
+        "DIR",
+        "each start of the job makes a folder there in which they keep what they were told, on a file system that the "
+        "job's hosts share; it stays, as checkpoints name it",
+        "`hetstream-embedding` where sbatch is called",
+    ),
     "trainer-cpus": DirectiveOption(
         "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
     ),
@@ -221,6 +243,11 @@ class JobSpec:
         gpu_data_worker_cpus: CPUs of each.
         gpu_data_worker_mem: memory of each as Slurm writes sizes, or None.
         gpu_data_worker_partition: Slurm partition, or None for the trainer's.
+        embedding_servers_min: embedding servers in a component of their own, started together with the trainer.
+        embedding_servers_max: in all; those above the minimum are companion jobs.
+        embedding_server_memory: of each, as Slurm writes sizes.
+        embedding_server_partition: Slurm partition, or None for the data workers'.
+        embedding_dir: holds what they keep on disk, or None for `hetstream-embedding` where sbatch is called.
         job_class: `guaranteed` or `opportunistic`; None: as its partition or QOS says.
         opportunistic_after: wait for quota after which it starts as an opportunistic job, as Slurm writes times.
     """
@@ -260,17 +287,23 @@ class JobSpec:
     stream_in_process_loaders: bool = False
     job_class: str | None = None
     opportunistic_after: str | None = None
+    embedding_servers_min: int = 0
+    embedding_servers_max: int = 0
+    embedding_server_memory: str | None = None
+    embedding_server_partition: str | None = None
+    embedding_dir: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
         is_of_class = self.job_class is not None or self.opportunistic_after is not None
-        enough = 0 <= low <= high and (high > 0 or self.checkpoint is not None or is_of_class)
+        enough = 0 <= low <= high and (self.has_master or self.checkpoint is not None or is_of_class)
         problems = [] if enough else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
         least, most = self.gpu_data_workers_min, self.gpu_data_workers_max
         if not 0 <= least <= most:
             problems.append(f"--gpu-data-workers={least}-{most}: {_COUNTS_RULE}")
         elif most and not high:
             problems.append(f"--gpu-data-workers={least}-{most}: only with --data-workers, which make their batches")
+        problems += self._problems_of_embedding_servers()
         if (self.checkpoint is None) != (self.checkpoint_size is None):
             problems.append(_CHECKPOINT_RULE)
         if self.checkpoint_replicas and self.checkpoint is None:
@@ -320,6 +353,35 @@ class JobSpec:
         if problems:
             raise DirectiveError("; ".join(problems))
 
+    def _problems_of_embedding_servers(self) -> list[str]:
+        low, high = self.embedding_servers_min, self.embedding_servers_max
+        if high:
+            problems = [] if self.embedding_server_memory else [_EMBEDDING_RULE]
+            if self.job_class == OPPORTUNISTIC:
+                problems.append(
+                    f"--embedding-servers={low}-{high}: an opportunistic job starts when the site finds a GPU for it, "
+                    "and no component of a heterogeneous job can"
+                )
+            if not 1 <= low <= high <= EMBEDDING_PARTS:
+                problems.append(
+                    f"--embedding-servers={low}-{high}: MIN is at least 1, as trainers wait for them, and MAX is not "
+                    f"below MIN and at most {EMBEDDING_PARTS}, the parts of a table"
+                )
+            return problems
+        others = ("embedding-server-memory", "embedding-server-partition", "embedding-dir")
+        given = [name for name in others if getattr(self, name.replace("-", "_")) is not None]
+        return [f"--{name}: only with --embedding-servers=MIN[-MAX]" for name in given]
+
+    @property
+    def has_components(self) -> bool:
+        """Whether the job becomes a heterogeneous one."""
+        return self.data_workers_min > 0 or self.embedding_servers_min > 0
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the job has a job master: whether anything runs for it beside its trainers."""
+        return self.data_workers_max > 0 or self.embedding_servers_max > 0
+
     @property
     def companions(self) -> int:
         """How many data workers may join as companion jobs."""
@@ -343,7 +405,9 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         return (
             None if is_one else "one GPU, such as gpu:1 or gpu:a100:1: one data worker uses one, and more come for more"
         )
-    if option in ("data-worker-mem", "gpu-data-worker-mem", "checkpoint-size", "checkpoint-shared"):
+    if option == "embedding-server-memory" and not (megabytes(value) or 0) > EMBEDDING_SERVER_BASE_MB:
+        return f"a size such as 64G, above {EMBEDDING_SERVER_BASE_MB}M"
+    if option in _SIZES:
         return None if megabytes(value) else "a size such as 16G or 8000M"
     if option == "data-worker-time-min":
         is_hole = 0 < (time_limit_s(value) or 0.0) <= _LONGEST_HOLE_S
@@ -401,7 +465,7 @@ def parse_value(name: str, text: str | None) -> dict[str, Any]:
         raise ValueError(f"needs a value: {written(name)}" if text is None else "takes no value")
     if text is None:
         return {name.replace("-", "_"): True}
-    if name in ("data-workers", "gpu-data-workers"):
+    if name in ("data-workers", "gpu-data-workers", "embedding-servers"):
         counts = _AUTO_COUNTS if (name, text) == ("data-workers", AUTO) else text
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", counts, re.ASCII)
         if not match:

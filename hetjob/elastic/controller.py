@@ -141,6 +141,29 @@ _RETRY_S, _LONGEST_RETRY_S = 600.0, 7200.0
 _BACKOFF_S, _LONGEST_BACKOFF_S = 10.0, 600.0
 
 
+class RefusalBackoff:
+    """When Slurm is asked again for a companion after it has refused one.
+
+    Attributes:
+        until: not before.
+    """
+
+    def __init__(self) -> None:
+        self.until = float("-inf")
+        self._num_refusals = 0
+
+    def refused(self, now: float) -> float:
+        """Slurm refused a submission; returns after how many seconds the next one may be tried."""
+        delay_s: float = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**self._num_refusals)
+        self._num_refusals += 1
+        self.until = now + delay_s
+        return delay_s
+
+    def accepted(self) -> None:
+        """Slurm took a submission."""
+        self._num_refusals = 0
+
+
 class Controller:
     """The elastic controller of one job.
 
@@ -174,8 +197,7 @@ class Controller:
         self._trainer_used: deque[tuple[float, float]] = deque()
         self._grown_from: Snapshot | None = None
         self._loading = LoadingPoints()
-        self._num_refusals = 0
-        self._grow_at = float("-inf")
+        self._refusals = RefusalBackoff()
 
     @property
     def cpus(self) -> int:
@@ -223,15 +245,12 @@ class Controller:
 
     def refused(self, now: float) -> float:
         """Slurm refused a submission; returns after how many seconds the next one may be tried."""
-        delay_s: float = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**self._num_refusals)
-        self._num_refusals += 1
-        self._grow_at = now + delay_s
         self._grown_from = None
-        return delay_s
+        return self._refusals.refused(now)
 
     def accepted(self) -> None:
         """Slurm took a submission."""
-        self._num_refusals = 0
+        self._refusals.accepted()
 
     def _decide(self, snapshot: Snapshot, now: float) -> Decision:
         overdue = [
@@ -242,7 +261,7 @@ class Controller:
         if self._changed_at is not None and now - self._changed_at < self.limits.cooldown_s:
             return _hold(f"cooldown of {self.limits.cooldown_s:g} s after the last change")
         maximum = self._maximum(snapshot)
-        if snapshot.num_data_workers < self.limits.minimum and now >= self._grow_at:
+        if snapshot.num_data_workers < self.limits.minimum and now >= self._refusals.until:
             missing = self.limits.minimum - snapshot.num_data_workers
             return self._grow(snapshot, missing, f"the script asks for {self.limits.minimum} data workers at the least")
         if snapshot.num_data_workers > maximum and snapshot.num_companions:
@@ -287,7 +306,7 @@ class Controller:
             return _hold(f"local loading keeps up: {waits}")
         if now < self._retry_at:
             return _hold(f"local loading: data workers did not pay, next try in {self._retry_at - now:.0f} s")
-        if now < self._grow_at:
+        if now < self._refusals.until:
             return self._backing_off(now)
         if self._maximum(snapshot) == 0:
             return _hold("the site allows no data workers")
@@ -318,7 +337,7 @@ class Controller:
             return _hold("the new data worker has made no step yet")
         why = self._size.measured(probe.rate_per_s)
         if self._size.probing:
-            if now < self._grow_at:
+            if now < self._refusals.until:
                 return self._backing_off(now)
             return self._grow(snapshot, 1, why)
         self.stage = Stage.COUNT
@@ -356,7 +375,7 @@ class Controller:
         idle = snapshot.steps_per_s < _BUSY_SHARE * capacity_per_s(snapshot)
         self._note_need(snapshot, now, stuck=room <= 0 or idle)
         if starving and not pending and room > 0 and need is not None and not idle:
-            if now < self._grow_at:
+            if now < self._refusals.until:
                 return self._backing_off(now)
             model = self._loading.model()
             more = max(need, have + 1)
@@ -481,7 +500,7 @@ class Controller:
         self._ceiling = ceiling
 
     def _backing_off(self, now: float) -> Decision:
-        return _hold(f"Slurm refused the last submission, next try in {self._grow_at - now:.0f} s")
+        return _hold(f"Slurm refused the last submission, next try in {self._refusals.until - now:.0f} s")
 
 
 def _why_growth_did_not_pay(before: Snapshot, after: Snapshot) -> str:

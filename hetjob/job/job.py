@@ -234,6 +234,11 @@ class JobEnvironment:
         return self.directory / "elastic-gpu.json"
 
     @property
+    def embedding_controller_state_file(self) -> Path:
+        """The same of the controller of the embedding servers."""
+        return self.directory / "elastic-embedding.json"
+
+    @property
     def writers(self) -> Path:
         """Logs of the checkpoint writers, and a file for each that is ready."""
         return self.directory / "writers"

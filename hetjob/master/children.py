@@ -1,4 +1,4 @@
-"""Run a dispatcher and its data workers: carry out what `state.py` decides, report to it what happened.
+"""Run a dispatcher, data workers and embedding servers: carry out what `state.py` decides, and say what happened.
 
 Shared by the job master (children are job steps) and the local backend (children are processes). All processes and
 clocks of both are here; no decision is.
@@ -29,9 +29,11 @@ from hetstream.hetjob.master.state import (
     Phase,
     StartDataWorker,
     StartDispatcher,
+    StartEmbeddingServer,
     StopAll,
     StopRequested,
     data_worker,
+    embedding_server,
 )
 from hetstream.hetjob.ports import Child
 
@@ -50,6 +52,9 @@ class Launcher(Protocol):
 
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
+
+    def embedding_server(self, index: int) -> Child:
+        """Start one embedding server, in the place of one that has died."""
 
     def begin_elastic(self) -> None:
         """Let the elastic controller begin; it goes on beside this service."""
@@ -80,6 +85,7 @@ class Service:
         self._act: dict[type[Instruction], Callable[[Any], None]] = {
             StartDispatcher: self._start_dispatcher,
             StartDataWorker: self._start_data_worker,
+            StartEmbeddingServer: self._start_embedding_server,
             BeginElastic: self._begin_elastic,
             StopAll: self._stop_all,
             Finish: lambda _: None,
@@ -162,6 +168,10 @@ class Service:
     def _start_data_worker(self, instruction: StartDataWorker) -> None:
         index = instruction.index
         self._start(data_worker(index), instruction.reason, lambda: self._launcher.data_worker(index))
+
+    def _start_embedding_server(self, instruction: StartEmbeddingServer) -> None:
+        index = instruction.index
+        self._start(embedding_server(index), instruction.reason, lambda: self._launcher.embedding_server(index))
 
     def _start(self, name: str, reason: str, start: Callable[[], Child]) -> None:
         try:

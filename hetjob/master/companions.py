@@ -1,7 +1,7 @@
 """The companion jobs of one job: submit, list and cancel them, each by its own id. Called by `elastic.py`.
 
-A companion is an ordinary job of one data worker, submitted by the trainer's job as its user. Its comment says whose it
-is, so a job master that was started again finds those of before. It never cancels anything else.
+A companion is an ordinary job of one data worker or embedding server, submitted by the trainer's job as its user. Its
+comment says whose it is, so a job master that was started again finds those of before. It never cancels anything else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetstream.hetjob.elastic.companions import TimeRequest
 from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.master.controller_state_file import CompanionTime
 from hetstream.hetjob.ports import MarkedJob, SlurmClient
-from hetstream.mpi_dataworkers.wire.messages import Device
+from hetstream.mpi_dataworkers.wire.messages import Steered
 
 # Slurm is still taking such a job down; its CPUs are as good as free.
 _COMPLETING = ("COMPLETING",)
@@ -29,10 +29,10 @@ class CompanionJobs:
         client: Slurm.
         job: whose they are.
         options: sbatch options that all of them have.
-        worker_words: from a number of CPUs to the data worker's command.
+        command: from a number of CPUs to what the job runs, as shell text.
         time: how long they run; None for as long as the options say.
         hole_options: sbatch options of those in holes, which put them behind everybody else.
-        device: of their data workers.
+        device: of their data workers, or `embedding`.
 
     Attributes:
         time, device: see there.
@@ -43,17 +43,17 @@ class CompanionJobs:
         client: SlurmClient,
         job: JobEnvironment,
         options: Sequence[str],
-        worker_words: Callable[[int], Sequence[str]],
+        command: Callable[[int], str],
         time: CompanionTime | None = None,
         hole_options: Sequence[str] = (),
-        device: Device = "cpu",
+        device: Steered = "cpu",
     ) -> None:
-        self.device: Device = device
+        self.device: Steered = device
         self._kind = "" if device == "cpu" else f"{device}-"
         self._client = client
         self._job = job
         self._options = options
-        self._worker_words = worker_words
+        self._command = command
         self.time = time or CompanionTime(None)
         self._hole_options = hole_options
         self._next = self._number_after_those_of_before()
@@ -92,6 +92,7 @@ class CompanionJobs:
         with contextlib.suppress(OSError):
             log_file.touch(0o600)  # the number is taken, also when this process is killed before the companion starts
         job_id = self._job.job_id
+        role = "embedding-server" if self.device == "embedding" else f"{self._kind}data-worker"
         options = [
             *self._options,
             *([*asked.options, *self._hole_options] if asked is not None else []),
@@ -103,7 +104,7 @@ class CompanionJobs:
             "--kill-on-invalid-dep=yes",
             "--no-requeue",
             f"--comment=hets:trainer={job_id} {self.mark}",
-            f"--job-name={printable(self._job.job_name)}-{self._kind}data-worker",
+            f"--job-name={printable(self._job.job_name)}-{role}",
             f"--chdir={self._job.submit_dir}",
             f"--output={log_file}",
             "--open-mode=append",
@@ -112,7 +113,7 @@ class CompanionJobs:
             options.append(f"--nodelist={node}")
         # One that starts when the job is over, because its job master was killed, ends at once.
         guard = f"test -e {shlex.quote(str(self._job.address_file))} || exit 0"
-        script = f"#!/bin/sh\n{guard}\nexec {shlex.join(self._worker_words(cpus))}\n"
+        script = f"#!/bin/sh\n{guard}\nexec {self._command(cpus)}\n"
         # The key: submitted once, also when the answer to the submission is lost.
         return self._client.submit(script, options, f"{job_id}.{self._job.restarts}.{self._kind}companion-{number}")
 
@@ -132,6 +133,10 @@ class CompanionJobs:
     def cancel(self, job_id: str) -> None:
         """End one, pending or running."""
         self._client.cancel(job_id)
+
+    def ask_to_end(self, job_id: str) -> None:
+        """Have one end by itself, when it is ready to."""
+        self._client.ask_to_end(job_id)
 
     def _number_after_those_of_before(self) -> int:
         names = (path.stem.rpartition("-")[2] for path in self._job.directory.glob(f"{self._kind}companion-*.log"))

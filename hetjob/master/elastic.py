@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
 import threading
 import time
@@ -35,7 +36,14 @@ from hetstream.hetjob.master.memory import CompanionMemory, MemoryWatch, Trainer
 from hetstream.hetjob.measured import Measured
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit, SlurmClient
 from hetstream.mpi_dataworkers.dispatcher.client import StageLoad, load_of
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status, SteerDataWorkers
+from hetstream.mpi_dataworkers.wire.messages import (
+    DataWorkerStatus,
+    Device,
+    LoaderStatus,
+    Status,
+    SteerDataWorkers,
+    Steered,
+)
 
 # How fast data workers are and how many CPUs trainers use, from one look to the next.
 
@@ -154,9 +162,9 @@ class Steering(Protocol):
 
 
 class Companions(Protocol):
-    """Data workers that join later: jobs, or processes of this host. Members as of `CompanionJobs`."""
+    """What joins later: jobs, or processes of this host. Members as of `CompanionJobs`."""
 
-    device: Device
+    device: Steered
     time: CompanionTime
 
     @property
@@ -197,55 +205,48 @@ class _Tracked:
     why: str = ""  # it takes over
 
 
-class Elastic:
-    """Runs the controller of one stage of a job beside the job master's loop.
+class Controlled(Protocol):
+    """What decides; `Controller` of data workers is one."""
+
+    def refused(self, now: float) -> float:
+        """Slurm refused a submission; returns after how many seconds the next one may be tried."""
+
+    def accepted(self) -> None:
+        """Slurm took one."""
+
+
+class CompanionKeeper:
+    """Looks after a job's companions of one kind in a thread beside the job master's loop; each kind is a subclass.
 
     Args:
-        controller: decides.
-        companions: acts; says which stage it is.
-        fixed: data workers of component 1, which are of the stage without GPUs.
+        controller: decides; a subclass asks it in `_turn`.
+        companions: acts; says of which kind they are.
         connect: to the dispatcher.
-        controller_state_file: keeps what the controller knows.
+        controller_state_file: keeps what was decided.
         site: what the site allows; None without a site daemon.
         clock: seconds, never going back.
-        measuring: what the site is told of the job's speed; None for nothing.
-
-    Attributes:
-        memory_watch: of trainer and companions.
     """
 
     def __init__(
         self,
-        controller: Controller,
+        controller: Controlled,
         companions: Companions,
-        fixed: int,
         connect: Callable[[], Steering],
         controller_state_file: ControllerStateFile,
         site: SiteLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
-        measuring: Measuring | None = None,
     ) -> None:
         self._controller = controller
         self._companions = companions
-        self._fixed = fixed
         self._connect = connect
         self._controller_state_file = controller_state_file
         self._site = site
-        self._measuring = measuring
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._given_up: set[str] = set()
         self._looks = PollBackoff()
-        self._trainer = TrainerCpus()
-        self._rates = WorkerRates()
-        self._memory = CompanionMemory(companions.mb_per_cpu)
-        trainer_memory = TrainerMemory(companions.job_id, partial(read_job_memory, companions.job_id))
-        self.memory_watch = MemoryWatch(trainer_memory, self._memory)
         self._time = companions.time
-        self._step_terms = StepTerms()
-        self._waits = WaitsByDataWorkers()
         self._said = ""
-        self._last_read: Snapshot | None = None  # the newest in which a loader read
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"elastic-{companions.device}")
 
@@ -262,26 +263,6 @@ class Elastic:
         if self._thread.is_alive():
             self._thread.join(_STOPPED_WITHIN_S)
 
-    def summary(self) -> dict[str, Any]:
-        """Return what it did and found out, for the job's summary."""
-        controller, last = self._controller, self._last_read
-        return {
-            "stage": controller.stage.value,
-            "data_workers": last.num_data_workers if last else None,
-            "waits_by_data_workers": self._waits.rows,
-            "most_data_workers": controller.limits.maximum,
-            "steps_per_s": last.steps_per_s if last else None,
-            "wait_share": last.wait_share if last else None,
-            "data_worker_cpus": controller.cpus,
-            "data_worker_mb": self._memory.most_mb(controller.cpus),
-            "trainer_cpus_recommended": controller.trainer_cpus,
-            "trainer_memory": self.memory_watch.trainer.first_warning,
-            "step_terms": [msgspec.structs.asdict(term) for term in self._step_terms.told],
-            "local_wait_s": controller.local.wait_s if controller.local else None,
-            "decisions": list(self._controller_state_file.changes),
-            **self._time.summary(self._clock()),
-        }
-
     def _run(self) -> None:
         client: Steering | None = None
         while not self._stopping.wait(_EVERY_S):
@@ -296,7 +277,7 @@ class Elastic:
                     client.close()
                     client = None
             except Exception:
-                log.exception("the elastic controller fails: the number of data workers stays as it is")
+                log.exception("the elastic controller fails: the number of companions stays as it is")
                 break
         if client is not None:
             client.close()
@@ -304,61 +285,17 @@ class Elastic:
         self._cancel_all()
 
     def _turn(self, client: Steering) -> None:
-        status = client.steer(self._order(None))
-        now = self._clock()
-        load = load_of(self._companions.device, status)
-        rates = self._rates.by_job(load.workers)
-        self._take_in(rates, now)
-        self._give_up_nodes(now)
-        self._ask_for_less(now)
-        for handover in self._hand_over(now):
-            client.steer(self._order(handover))
-        snapshot = self._snapshot(load, rates, now)
-        self._waits.note(snapshot, now)
-        if snapshot.reading and snapshot.steps_per_s > 0:
-            self._last_read = snapshot
-            num_working = len(snapshot.of(CompanionState.WORKING)) + self._fixed
-            self._step_terms.note(status.loaders, self._controller.loading_term(num_working), now)
-        decision = self._controller.decide(snapshot, now)
-        measured = self._measured(snapshot, status)
-        if self._companions.device == "cpu":
-            self.memory_watch.look_at_trainer(measured, now, status.loaders)
-        if self._site is not None:
-            limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
-            have, cpus = snapshot.num_data_workers, self._controller.cpus
-            self._site.report(JobDemand(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured))
-        working = {
-            job_id: companion.cpus
-            for job_id, companion in self._tracked.items()
-            if companion.state is CompanionState.WORKING
-        }
-        self._memory.take_in(status.data_workers, working, now, status.loaders)
-        if not decision.is_change:
-            decision = self._leave_in_time(snapshot, now) or decision
-        if not decision.is_change:
-            self._replace_one()
-        self._said = self._headline(snapshot, decision)
-        if decision.is_change:
-            self._note(decision, snapshot.num_data_workers)
-        warnings = self.memory_watch.warnings(self._controller.limits.largest_cpus, now)
-        self._controller_state_file.write(self._controller.memory(), warnings, self._step_terms.told)
-        if decision.is_change:
-            # Written down and said first: acting may take seconds.
-            self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
+        """Look, decide, act, and say why."""
+        raise NotImplementedError
 
-    def _note(self, decision: Decision, num_before: int) -> None:
-        log.info("data_workers=%d %s %d: %s", num_before, decision.action.value, decision.count, decision.reason)
-        self._controller_state_file.changes.append(
-            {"time": round(time.time(), 3), "action": decision.action.value, "count": decision.count}
-            | {"reason": decision.reason, "data_workers_before": num_before}
-        )
+    def summary(self) -> dict[str, Any]:
+        """Return what it did and found out, for the job's summary."""
+        raise NotImplementedError
 
-    def _measured(self, snapshot: Snapshot, status: Status) -> Measured | None:
-        if self._measuring is None:
-            return None
-        local = self._controller.local
-        local_steps_per_s = local.steps_per_s(snapshot) if local else None
-        return self._measuring.measured(snapshot, self._controller.cpus, local_steps_per_s, status.loaders, time.time())
+    @property
+    def _mb_per_cpu(self) -> int | None:
+        """Memory of the next one; None for what the options say."""
+        return None
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -408,25 +345,6 @@ class Elastic:
             return None
         return reading.jobs
 
-    def _snapshot(self, load: StageLoad, rates: Mapping[str, float], now: float) -> Snapshot:
-        return Snapshot(
-            reading=load.reading,
-            steps_per_s=load.steps_per_s,
-            wait_share=load.wait_share,
-            companions=tuple(
-                Companion(job_id, companion.cpus, companion.state, companion.since, companion.rate_per_s)
-                for job_id, companion in self._tracked.items()
-                if not companion.takes_over
-            ),
-            fixed=self._fixed,
-            fixed_rate_per_s=sum(rate for job_id, rate in rates.items() if job_id not in self._tracked),
-            site_limit=self._site.data_workers() if self._site is not None else None,
-            trainer_cpus=self._trainer.used(load.trainers, now),
-            earlier_wait_share=load.earlier_wait_share,
-            features_share=load.features_share,
-            features_on_trainer=load.features_on_trainer,
-        )
-
     # --- acting -----------------------------------------------------------------------------------------------------
 
     def _carry_out(self, decision: Decision, now: float, tell: Callable[[], Status]) -> None:
@@ -451,6 +369,216 @@ class Elastic:
         self._given_up.add(job_id)
         self._forget(job_id, self._clock())
 
+    def _new(self, cpus: int, mb_per_cpu: int | None, node: str = "", takes_over: str = "", why: str = "") -> str:
+        """Submit a companion and return its id.
+
+        Raises:
+            HetstreamError: Slurm refused, or it would be of no use any more.
+        """
+        asked = self._time.request(time.time())
+        job_id = self._companions.submit(cpus, mb_per_cpu, node, asked)
+        now = self._clock()
+        self._time.submitted(job_id, cpus, asked, now)
+        self._tracked[job_id] = _Tracked(cpus, CompanionState.PENDING, now, 0.0, node, takes_over, why)
+        return job_id
+
+    def _submit(self, decision: Decision) -> None:
+        nodes = list(self._site.preferred_nodes()) if self._site is not None else []
+        for number in range(decision.count):
+            if self._stopping.is_set():
+                return
+            if not self._submit_one(decision.cpus, nodes[number] if number < len(nodes) else ""):
+                return
+
+    def _submit_one(self, cpus: int, node: str) -> bool:
+        """Submit a companion, for a node if that is possible: Slurm has the last word."""
+        try:
+            job_id = self._new(cpus, self._mb_per_cpu, node)
+        except HetstreamError as error:
+            if node:
+                log.info("no companion for node=%s, any other is as good: %s", node, error)
+                return self._submit_one(cpus, "")
+            delay_s = self._controller.refused(self._clock())
+            log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
+            return False
+        self._controller.accepted()
+        log.info("companion job=%s of %d CPUs submitted%s", job_id, cpus, f" for node={node}" if node else "")
+        return True
+
+    def _cancel_all(self) -> None:
+        """Cancel those that Slurm lists, and those of this side, should Slurm not answer."""
+        try:
+            job_ids = {job.job_id for job in self._companions.listed()} | self._tracked.keys()
+        except HetstreamError as error:
+            log.error("companions could not be listed: %s", error)
+            job_ids = set(self._tracked)
+        for job_id in sorted(job_ids):
+            try:
+                self._companions.cancel(job_id)
+                log.info("companion job=%s cancelled", job_id)
+            except HetstreamError as error:
+                log.error("companion job=%s could not be cancelled: %s", job_id, error)
+
+    # --- saying -----------------------------------------------------------------------------------------------------
+
+    def _note(self, decision: Decision, num_before: int) -> None:
+        what = "embedding_servers" if self._companions.device == "embedding" else "data_workers"
+        log.info("%s=%d %s %d: %s", what, num_before, decision.action.value, decision.count, decision.reason)
+        self._controller_state_file.changes.append(
+            {"time": round(time.time(), 3), "action": decision.action.value, "count": decision.count}
+            | {"reason": decision.reason, f"{what}_before": num_before}
+        )
+
+    def _order(self, decision: Decision | None) -> SteerDataWorkers:
+        leaving = [job_id for job_id, companion in self._tracked.items() if companion.state is CompanionState.DRAINING]
+        device = self._companions.device
+        if decision is None:
+            return SteerDataWorkers(self._said, "", 0, "", leaving, device)
+        return SteerDataWorkers(self._said, decision.action.value, decision.count, decision.reason, leaving, device)
+
+
+class Elastic(CompanionKeeper):
+    """Runs the controller of one stage of a job beside the job master's loop.
+
+    Args:
+        controller: decides.
+        companions: acts; says which stage it is.
+        fixed: data workers of component 1, which are of the stage without GPUs.
+        connect, controller_state_file, site, clock: as of `CompanionKeeper`.
+        measuring: what the site is told of the job's speed; None for nothing.
+
+    Attributes:
+        memory_watch: of trainer and companions.
+    """
+
+    _controller: Controller
+
+    def __init__(
+        self,
+        controller: Controller,
+        companions: Companions,
+        fixed: int,
+        connect: Callable[[], Steering],
+        controller_state_file: ControllerStateFile,
+        site: SiteLimit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        measuring: Measuring | None = None,
+    ) -> None:
+        super().__init__(controller, companions, connect, controller_state_file, site, clock)
+        self._fixed = fixed
+        self._measuring = measuring
+        self._device: Device = "gpu" if companions.device == "gpu" else "cpu"
+        self._trainer = TrainerCpus()
+        self._rates = WorkerRates()
+        self._memory = CompanionMemory(companions.mb_per_cpu)
+        trainer_memory = TrainerMemory(companions.job_id, partial(read_job_memory, companions.job_id))
+        self.memory_watch = MemoryWatch(trainer_memory, self._memory)
+        self._step_terms = StepTerms()
+        self._waits = WaitsByDataWorkers()
+        self._last_read: Snapshot | None = None  # the newest in which a loader read
+
+    def summary(self) -> dict[str, Any]:
+        """Return what it did and found out, for the job's summary."""
+        controller, last = self._controller, self._last_read
+        return {
+            "stage": controller.stage.value,
+            "data_workers": last.num_data_workers if last else None,
+            "waits_by_data_workers": self._waits.rows,
+            "most_data_workers": controller.limits.maximum,
+            "steps_per_s": last.steps_per_s if last else None,
+            "wait_share": last.wait_share if last else None,
+            "data_worker_cpus": controller.cpus,
+            "data_worker_mb": self._memory.most_mb(controller.cpus),
+            "trainer_cpus_recommended": controller.trainer_cpus,
+            "trainer_memory": self.memory_watch.trainer.first_warning,
+            "step_terms": [msgspec.structs.asdict(term) for term in self._step_terms.told],
+            "local_wait_s": controller.local.wait_s if controller.local else None,
+            "decisions": list(self._controller_state_file.changes),
+            **self._time.summary(self._clock()),
+        }
+
+    def _turn(self, client: Steering) -> None:
+        status = client.steer(self._order(None))
+        now = self._clock()
+        load = load_of(self._device, status)
+        rates = self._rates.by_job(load.workers)
+        self._take_in(rates, now)
+        self._give_up_nodes(now)
+        self._ask_for_less(now)
+        for handover in self._hand_over(now):
+            client.steer(self._order(handover))
+        snapshot = self._snapshot(load, rates, now)
+        self._waits.note(snapshot, now)
+        if snapshot.reading and snapshot.steps_per_s > 0:
+            self._last_read = snapshot
+            num_working = len(snapshot.of(CompanionState.WORKING)) + self._fixed
+            self._step_terms.note(status.loaders, self._controller.loading_term(num_working), now)
+        decision = self._controller.decide(snapshot, now)
+        measured = self._measured(snapshot, status)
+        if self._device == "cpu":
+            self.memory_watch.look_at_trainer(measured, now, status.loaders)
+        if self._site is not None:
+            limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
+            have, cpus = snapshot.num_data_workers, self._controller.cpus
+            self._site.report(JobDemand(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured))
+        working = {
+            job_id: companion.cpus
+            for job_id, companion in self._tracked.items()
+            if companion.state is CompanionState.WORKING
+        }
+        self._memory.take_in(status.data_workers, working, now, status.loaders)
+        if not decision.is_change:
+            decision = self._leave_in_time(snapshot, now) or decision
+        if not decision.is_change:
+            self._replace_one()
+        self._said = self._headline(snapshot, decision)
+        if decision.is_change:
+            self._note(decision, snapshot.num_data_workers)
+        warnings = self.memory_watch.warnings(self._controller.limits.largest_cpus, now)
+        self._controller_state_file.write(self._controller.memory(), warnings, self._step_terms.told)
+        if decision.is_change:
+            # Written down and said first: acting may take seconds.
+            self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
+
+    def _measured(self, snapshot: Snapshot, status: Status) -> Measured | None:
+        if self._measuring is None:
+            return None
+        local = self._controller.local
+        local_steps_per_s = local.steps_per_s(snapshot) if local else None
+        return self._measuring.measured(snapshot, self._controller.cpus, local_steps_per_s, status.loaders, time.time())
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def _snapshot(self, load: StageLoad, rates: Mapping[str, float], now: float) -> Snapshot:
+        return Snapshot(
+            reading=load.reading,
+            steps_per_s=load.steps_per_s,
+            wait_share=load.wait_share,
+            companions=tuple(
+                Companion(job_id, companion.cpus, companion.state, companion.since, companion.rate_per_s)
+                for job_id, companion in self._tracked.items()
+                if not companion.takes_over
+            ),
+            fixed=self._fixed,
+            fixed_rate_per_s=sum(rate for job_id, rate in rates.items() if job_id not in self._tracked),
+            site_limit=self._site.data_workers() if self._site is not None else None,
+            trainer_cpus=self._trainer.used(load.trainers, now),
+            earlier_wait_share=load.earlier_wait_share,
+            features_share=load.features_share,
+            features_on_trainer=load.features_on_trainer,
+        )
+
+    # --- acting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _mb_per_cpu(self) -> int | None:
+        return self._memory.mb_per_cpu
+
+    def _new(self, cpus: int, mb_per_cpu: int | None, node: str = "", takes_over: str = "", why: str = "") -> str:
+        job_id = super()._new(cpus, mb_per_cpu, node, takes_over, why)
+        self._memory.submitted(job_id, cpus, mb_per_cpu)
+        return job_id
+
     def _leave_in_time(self, snapshot: Snapshot, now: float) -> Decision | None:
         """Let companions go before their time limit ends them; others take their places as far as they are wanted."""
         running = [job_id for job_id, companion in self._tracked.items() if companion.state in _RUNNING]
@@ -470,20 +598,6 @@ class Elastic:
             f"the time of {count_words(len(due), 'companion')} ends in {min(due.values()):.0f} s: they leave, {what}"
         )
         return Decision(Action.DRAIN, len(due), reason, tuple(due))
-
-    def _new(self, cpus: int, mb_per_cpu: int | None, node: str = "", takes_over: str = "", why: str = "") -> str:
-        """Submit a companion and return its id.
-
-        Raises:
-            HetstreamError: Slurm refused, or it would be of no use any more.
-        """
-        asked = self._time.request(time.time())
-        job_id = self._companions.submit(cpus, mb_per_cpu, node, asked)
-        now = self._clock()
-        self._memory.submitted(job_id, cpus, mb_per_cpu)
-        self._time.submitted(job_id, cpus, asked, now)
-        self._tracked[job_id] = _Tracked(cpus, CompanionState.PENDING, now, 0.0, node, takes_over, why)
-        return job_id
 
     def _replace_one(self) -> None:
         """Submit a companion that is to take over from one that runs out of memory."""
@@ -523,29 +637,6 @@ class Elastic:
                 self._note(decision, self._fixed + sum(not other.takes_over for other in self._tracked.values()) - 1)
                 yield decision
 
-    def _submit(self, decision: Decision) -> None:
-        nodes = list(self._site.preferred_nodes()) if self._site is not None else []
-        for number in range(decision.count):
-            if self._stopping.is_set():
-                return
-            if not self._submit_one(decision.cpus, nodes[number] if number < len(nodes) else ""):
-                return
-
-    def _submit_one(self, cpus: int, node: str) -> bool:
-        """Submit a companion, for a node if that is possible: Slurm has the last word."""
-        try:
-            job_id = self._new(cpus, self._memory.mb_per_cpu, node)
-        except HetstreamError as error:
-            if node:
-                log.info("no companion for node=%s, any other is as good: %s", node, error)
-                return self._submit_one(cpus, "")
-            delay_s = self._controller.refused(self._clock())
-            log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
-            return False
-        self._controller.accepted()
-        log.info("companion job=%s of %d CPUs submitted%s", job_id, cpus, f" for node={node}" if node else "")
-        return True
-
     def _give_up_nodes(self, now: float) -> None:
         """Let companions that wait for a node run on any."""
         for job_id, companion in list(self._tracked.items()):
@@ -566,28 +657,7 @@ class Elastic:
             else:
                 log.info("companion job=%s waits: it asks for %g min at the least", job_id, asked.time_min_s / 60)
 
-    def _cancel_all(self) -> None:
-        """Cancel those that Slurm lists, and those of this side, should Slurm not answer."""
-        try:
-            job_ids = {job.job_id for job in self._companions.listed()} | self._tracked.keys()
-        except HetstreamError as error:
-            log.error("companions could not be listed: %s", error)
-            job_ids = set(self._tracked)
-        for job_id in sorted(job_ids):
-            try:
-                self._companions.cancel(job_id)
-                log.info("companion job=%s cancelled", job_id)
-            except HetstreamError as error:
-                log.error("companion job=%s could not be cancelled: %s", job_id, error)
-
     # --- saying -----------------------------------------------------------------------------------------------------
-
-    def _order(self, decision: Decision | None) -> SteerDataWorkers:
-        leaving = [job_id for job_id, companion in self._tracked.items() if companion.state is CompanionState.DRAINING]
-        device = self._companions.device
-        if decision is None:
-            return SteerDataWorkers(self._said, "", 0, "", leaving, device)
-        return SteerDataWorkers(self._said, decision.action.value, decision.count, decision.reason, leaving, device)
 
     def _headline(self, snapshot: Snapshot, decision: Decision) -> str:
         limits = self._controller.limits
@@ -606,7 +676,8 @@ class Elastic:
         )
 
 
-# The elastic controllers of one job: one for the data workers of each stage. Called by `server.py`.
+# The elastic controllers of one job: one for the data workers of each stage, and one for embedding servers. Called by
+# `server.py`.
 #
 # The stage without GPUs has a controller if its number of data workers may change, the stage on GPUs always: its data
 # workers are companions, and come when a loader with a `gpu_stage` waits for them.
@@ -650,7 +721,11 @@ def elastic_of_gpu_stage(
     """
     state_file = ControllerStateFile(job.gpu_controller_state_file)
     time = CompanionTime(None, state_file.tally, end_s)
-    companions = CompanionJobs(client, job, stage.options, worker_words, time, device="gpu")
+
+    def command(cpus: int) -> str:
+        return shlex.join(worker_words(cpus))
+
+    companions = CompanionJobs(client, job, stage.options, command, time, device="gpu")
     limits = Limits(stage.minimum, stage.maximum, stage.cpus, stage.cpus, cooldown_s)
     return Elastic(Controller(limits, state_file.memory), companions, 0, connect, state_file)
 
@@ -662,15 +737,17 @@ class ElasticStages:
     Attributes:
         cpu: of the stage without GPUs, which each job has; None if its number of data workers is fixed.
         gpu: of the stage on GPUs; None without one.
+        embedding: of the embedding servers; None where their number is fixed.
     """
 
     cpu: Elastic | None = None
     gpu: Elastic | None = None
+    embedding: CompanionKeeper | None = None
 
     @property
-    def all(self) -> list[Elastic]:
+    def all(self) -> list[CompanionKeeper]:
         """Those that there are."""
-        return [elastic for elastic in (self.cpu, self.gpu) if elastic is not None]
+        return [elastic for elastic in (self.cpu, self.gpu, self.embedding) if elastic is not None]
 
     def summary(self, trainer_cpus: int | None) -> dict[str, Any]:
         """Return what they did and found out, for the job's summary.
@@ -678,7 +755,8 @@ class ElasticStages:
         Args:
             trainer_cpus: that each trainer task has; None where that is not known.
         """
-        found = {"elastic": self.cpu, "elastic_gpu": self.gpu}
+        found: dict[str, CompanionKeeper | None] = {"elastic": self.cpu, "elastic_gpu": self.gpu}
+        found["elastic_embedding"] = self.embedding
         # What the trainer itself needs is known to the stage that it takes its batches from.
         return {
             name: {**elastic.summary(), "trainer_cpus": trainer_cpus}

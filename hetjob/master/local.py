@@ -10,6 +10,7 @@ a block is kept in a thread, as the main thread runs the block.
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -24,20 +25,22 @@ from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import make_private
+from hetstream.base.limits import available_bytes
 from hetstream.base.process import with_job
 from hetstream.hetjob.elastic.controller import Controller, ControllerState, Stage
 from hetstream.hetjob.elastic.snapshot import Limits
 from hetstream.hetjob.errors import MasterError, ProgramNotFound
+from hetstream.hetjob.job.embedding_servers import EMBEDDING_DIR, EmbeddingServers
 from hetstream.hetjob.job.ended_job import read_summary
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child, temporary_directory
 from hetstream.hetjob.master.children import Service
 from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
-from hetstream.hetjob.master.state import DISPATCHER, MasterState, Phase, data_worker, log_name
+from hetstream.hetjob.master.state import DISPATCHER, MasterState, Phase, data_worker, embedding_server, log_name
 from hetstream.hetjob.ports import Child, MarkedJob
 from hetstream.mpi_dataworkers.dispatcher.client import StatusClient, running_service
 from hetstream.mpi_dataworkers.process.config import COMPANION, environment_with_hash_seed, service_from_environment
-from hetstream.mpi_dataworkers.wire.messages import Device
+from hetstream.mpi_dataworkers.wire.messages import EMBEDDING_PARTS, Steered
 
 READY_LIMIT_S = 30.0
 _COOLDOWN_S = 7.0  # no queue is between a decision and a data worker; the rates show a change after 6 s
@@ -60,6 +63,7 @@ class LocalConfig:
         command: the user's program and its arguments.
         data_workers: how many; 0 makes the same batches in the program itself.
         most_data_workers: that the elastic controller may have in their place, as many as are needed; 0 without one.
+        embedding_servers: how many.
         worker_processes: processes of each data worker.
         worker_threads: threads of each of these processes.
         show_logs: let the dispatcher and the data workers write to this process's output.
@@ -72,11 +76,14 @@ class LocalConfig:
     worker_threads: int = 1
     show_logs: bool = False
     most_data_workers: int = 0
+    embedding_servers: int = 0
 
     def __post_init__(self) -> None:
         problems = []
         if not 0 <= self.data_workers <= MOST_DATA_WORKERS:
             problems.append(f"--data-workers={self.data_workers}: 0 to {MOST_DATA_WORKERS}")
+        if not 0 <= self.embedding_servers <= EMBEDDING_PARTS:
+            problems.append(f"--embedding-servers={self.embedding_servers}: 0 to {EMBEDDING_PARTS}")
         if self.worker_processes < 1:
             problems.append(f"worker_processes={self.worker_processes}: at least 1")
         if self.worker_threads < 1:
@@ -85,6 +92,18 @@ class LocalConfig:
             problems.append("no program: write hetstream run --data-workers=N python train.py")
         if problems:
             raise UsageError("; ".join(problems))
+
+    @property
+    def has_service(self) -> bool:
+        """Whether anything has to be started beside the program."""
+        return self.data_workers > 0 or self.most_data_workers > 0 or self.embedding_servers > 0
+
+    def embedding_of_run(self) -> EmbeddingServers:
+        """The embedding servers of a run that begins now, in a folder of its own; it stays: checkpoints name it."""
+        # The program and its data workers need memory, too.
+        memory_bytes = available_bytes() // 2 // self.embedding_servers
+        name = f"{time.strftime('run-%Y-%m-%d-%H%M%S')}-{secrets.token_hex(4)}"
+        return EmbeddingServers(self.embedding_servers, memory_bytes, Path.cwd() / EMBEDDING_DIR / name)
 
     def dispatcher_words(self, directory: Path) -> list[str]:
         """Return the dispatcher's command."""
@@ -146,7 +165,7 @@ def run_local(
     if shutil.which(config.command[0], path=environ.get("PATH")) is None:
         raise _not_found(config.command[0])
     with signals_held(_SIGNALS):
-        if config.data_workers == config.most_data_workers == 0:
+        if not config.has_service:
             program = _start_program(config, dict(environ) | dict(hook_environment(None, environ)))
             return LocalResult(_attend(program, None))
         with temporary_directory() as directory:
@@ -168,8 +187,11 @@ def _run_with_service(
     directory: Path,
 ) -> LocalResult:
     make_private(directory)
-    launcher = LocalLauncher(config, directory)
-    state = MasterState(config.data_workers, elastic=config.most_data_workers > 0)
+    embedding = config.embedding_of_run() if config.embedding_servers else None
+    if embedding is not None:
+        make_private(embedding.directory)
+    launcher = LocalLauncher(config, directory, embedding)
+    state = MasterState(config.data_workers, config.most_data_workers > 0, config.embedding_servers)
     service = Service(state, launcher, directory / "address")
     try:
         service.begin()
@@ -233,7 +255,7 @@ class LocalCompanions:
         device, job_id, mark, mb_per_cpu, time: as of companion jobs; nothing bounds their memory or time.
     """
 
-    device: Device = "cpu"
+    device: Steered = "cpu"
     job_id = mark = ""
     mb_per_cpu = None
 
@@ -286,11 +308,13 @@ class LocalLauncher:
     Args:
         config: what to run.
         directory: private to this run.
+        embedding: of this run; None without embedding servers.
     """
 
-    def __init__(self, config: LocalConfig, directory: Path) -> None:
+    def __init__(self, config: LocalConfig, directory: Path, embedding: EmbeddingServers | None = None) -> None:
         self._config = config
         self._directory = directory
+        self._embedding = embedding
         self._elastic: Elastic | None = None
 
     def dispatcher(self) -> Child:
@@ -301,6 +325,13 @@ class LocalLauncher:
         """Start one data worker."""
         # The seed, else it would start itself anew. What samples write is the program's output.
         return start_child(self._data_worker_words(index), env=environment_with_hash_seed())
+
+    def embedding_server(self, index: int) -> Child:
+        """Start one embedding server."""
+        assert self._embedding is not None
+        log = self.log_of(embedding_server(index))
+        argv = self._embedding.words(self._config.program, self._directory / "address", str(index))
+        return start_child(argv, log=log)
 
     def _data_worker_words(self, index: int) -> list[str]:
         log = self.log_of(data_worker(index))

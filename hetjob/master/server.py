@@ -34,6 +34,7 @@ from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetstream.hetjob.elastic.step_terms import Measuring, UsualLength, Work, nothing_usual
 from hetstream.hetjob.errors import MasterError, SlurmCommandError
+from hetstream.hetjob.job.embedding_servers import EmbeddingServers, remove_registrations
 from hetstream.hetjob.job.ended_job import ended_of, read_summary, summary_line, write_summary
 from hetstream.hetjob.job.job import JobEnvironment, await_ready, export_variables, why_no_directory
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child
@@ -41,6 +42,7 @@ from hetstream.hetjob.master.children import Service
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic, ElasticStages, GpuStage, elastic_of_gpu_stage
+from hetstream.hetjob.master.embedding import elastic_of_embedding_servers
 from hetstream.hetjob.master.memory import LOG_FILE, Migration
 from hetstream.hetjob.master.state import (
     DISPATCHER,
@@ -50,6 +52,7 @@ from hetstream.hetjob.master.state import (
     MasterState,
     Phase,
     data_worker,
+    embedding_server,
     log_name,
 )
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
@@ -167,6 +170,7 @@ class MasterConfig:
         longest_s: the most that they may have, then; None without a limit.
         gpu_stage: data workers with a GPU; None for none.
         total_steps, total_epochs: how much the training loop does in all; None where the script does not say.
+        embedding: embedding servers, in the last component; None without.
         on_memory_warning: `migrate` where a trainer that runs out of memory is moved; else that is only said.
     """
 
@@ -190,6 +194,7 @@ class MasterConfig:
     longest_s: float | None = None
     on_memory_warning: Literal["warn", "migrate"] = "warn"
     gpu_stage: GpuStage | None = None
+    embedding: EmbeddingServers | None = None
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
@@ -255,8 +260,12 @@ def start(
         if config.journal_dir is not None:
             lead_to_journal(config.journal_dir, job)
         remove_announcement(job.directory)
-        for left in (job.address_file, job.controller_state_file, job.gpu_controller_state_file):
+        state_files = (job.controller_state_file, job.gpu_controller_state_file, job.embedding_controller_state_file)
+        for left in (job.address_file, *state_files):
             left.unlink(missing_ok=True)
+        remove_registrations(job.directory)
+        if config.embedding is not None:
+            config = replace(config, embedding=config.embedding.of_start(job))
         # In the environment of a step these are the step's own.
         config = replace(config, trainer_cpus=job.cpus_per_task, job_name=job.job_name)
         with Directory.open(job.directory) as directory:
@@ -313,11 +322,13 @@ def serve(
         )
         if config.gpu_stage is not None
         else None,
+        elastic_of_embedding_servers(config.embedding, config.program, client, job, work.end_s),
     )
     if stages.cpu is not None:
         stages.cpu.memory_watch.migration = _migration(config, job, environ)
     launcher.stages = stages
-    service = Service(MasterState(config.data_workers, bool(stages.all)), launcher, job.address_file)
+    state = MasterState(config.data_workers, bool(stages.all), config.embedding.count if config.embedding else 0)
+    service = Service(state, launcher, job.address_file)
     with signals_held(_STOP_SIGNALS, and_all_others=True):
         service.begin()
         try:
@@ -361,7 +372,7 @@ def _elastic(
     controller_state_file = ControllerStateFile(job.controller_state_file)
     companion_time = CompanionTime(holes, controller_state_file.tally, work.end_s)
     options = config.companion_options
-    companions = CompanionJobs(client, job, options, launcher.worker_words, companion_time, behind or ())
+    companions = CompanionJobs(client, job, options, launcher.worker_command, companion_time, behind or ())
     return Elastic(
         Controller(config.limits, controller_state_file.memory),
         companions,
@@ -417,7 +428,9 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
     job.spec_file.unlink(missing_ok=True)
     job.controller_state_file.unlink(missing_ok=True)
     job.gpu_controller_state_file.unlink(missing_ok=True)
+    job.embedding_controller_state_file.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
+    remove_registrations(job.directory)
     remove_announcement(job.directory)
     remove_journal(work_dir)
 
@@ -500,6 +513,16 @@ class SlurmLauncher:
         arguments = self.worker_words(self._config.data_worker_cpus)
         return self._client.start_step(options, arguments, self.log_of(data_worker(index)))
 
+    def embedding_server(self, index: int) -> Child:
+        """Return one step an embedding server, in the component behind the data workers'."""
+        embedding = self._config.embedding
+        assert embedding is not None
+        options = [f"--het-group={2 if self._config.data_workers else 1}", "--exact", "--nodes=1", "--ntasks=1"]
+        options += [f"--cpus-per-task={embedding.cpus}", "--mem=0", "--kill-on-bad-exit=0"]
+        argv = embedding.words(self._config.program, self._job.address_file, str(index))
+        log_file = self.log_of(embedding_server(index))
+        return self._client.start_step([*options, "--job-name=embedding-server"], argv, log_file)
+
     def log_of(self, name: str) -> Path:
         """Return the file that a child's output goes to."""
         return self._job.directory / log_name(name)
@@ -523,6 +546,10 @@ class SlurmLauncher:
         threads = self._config.data_worker_threads
         more = ["--threads", str(threads)] if threads > 1 else []
         return [*self._worker(), "--processes", str(cpus // threads), *more]
+
+    def worker_command(self, cpus: int) -> str:
+        """Return the same as shell text."""
+        return shlex.join(self.worker_words(cpus))
 
     def gpu_worker_words(self, _: int) -> Sequence[str]:
         """Return the command of a data worker with a GPU: one process, however many CPUs it has."""

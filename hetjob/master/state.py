@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import ClassVar
 
 from hetstream.base.text import count_words
@@ -48,7 +49,7 @@ class ChildEnded:
     """A child process, or the step that it is, ended.
 
     Attributes:
-        name: `dispatcher` or `data_worker=N`.
+        name: `dispatcher`, `embedding_server=N` or `data_worker=N`.
         returncode: negative for a signal, as in `subprocess`.
     """
 
@@ -87,6 +88,14 @@ class StartDataWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class StartEmbeddingServer:
+    """Start embedding server number `index`, with the same arguments every time: it has its name and its log again."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BeginElastic:
     """Let the elastic controller submit and drain companion jobs from now on."""
 
@@ -107,7 +116,7 @@ class Finish:
     reason: str
 
 
-Instruction = StartDispatcher | StartDataWorker | BeginElastic | StopAll | Finish
+Instruction = StartDispatcher | StartDataWorker | StartEmbeddingServer | BeginElastic | StopAll | Finish
 
 
 class IllegalTransition(RuntimeError):
@@ -117,6 +126,11 @@ class IllegalTransition(RuntimeError):
 def data_worker(index: int) -> str:
     """Return the name of a data worker in events and log lines."""
     return f"data_worker={index}"
+
+
+def embedding_server(index: int) -> str:
+    """The same of an embedding server."""
+    return f"embedding_server={index}"
 
 
 def log_name(name: str) -> str:
@@ -137,10 +151,16 @@ class MasterState:
     Args:
         data_workers: how many to keep running.
         elastic: whether there may be companion jobs besides.
+        embedding_servers: how many to keep running.
     """
 
-    def __init__(self, data_workers: int, elastic: bool = False) -> None:
-        self._indices = {data_worker(index): index for index in range(data_workers)}
+    def __init__(self, data_workers: int, elastic: bool = False, embedding_servers: int = 0) -> None:
+        self._starts: dict[str, Callable[[str], Instruction]] = {DISPATCHER: StartDispatcher}
+        # First, as the first step of a program waits for them.
+        for index in range(embedding_servers):
+            self._starts[embedding_server(index)] = partial(StartEmbeddingServer, index)
+        for index in range(data_workers):
+            self._starts[data_worker(index)] = partial(StartDataWorker, index)
         self.elastic = elastic
         self.phase = Phase.STARTING
         self.running: dict[str, float] = {}
@@ -181,7 +201,8 @@ class MasterState:
 
     def _ready(self, _event: Event, now: float) -> list[Instruction]:
         self.phase = Phase.RUNNING
-        instructions: list[Instruction] = [self._start(name, now, "the dispatcher is ready") for name in self._indices]
+        others = [name for name in self._starts if name != DISPATCHER]
+        instructions = [self._start(name, now, "the dispatcher is ready") for name in others]
         if self.elastic:
             instructions.append(BeginElastic("the dispatcher is ready"))
         return instructions
@@ -223,9 +244,7 @@ class MasterState:
     def _start(self, name: str, now: float, reason: str) -> Instruction:
         self.due.pop(name, None)
         self.running[name] = now
-        if name == DISPATCHER:
-            return StartDispatcher(reason)
-        return StartDataWorker(self._indices[name], reason)
+        return self._starts[name](reason)
 
     _Handler = Callable[["MasterState", Event, float], list[Instruction]]
     _HANDLERS: ClassVar[dict[tuple[Phase, type], _Handler]] = {

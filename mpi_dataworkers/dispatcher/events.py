@@ -17,7 +17,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
-from hetstream.mpi_dataworkers.wire.messages import Device, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import RegisterLoader, Steered
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
@@ -188,15 +188,15 @@ class DataWorkersMissing(Event, frozen=True, kw_only=True):
 
 
 class DataWorkersChanged(Event, frozen=True, kw_only=True):
-    """The elastic controller changes the number of data workers: `action` is grow, drain or cancel."""
+    """An elastic controller changes the number of data workers, or servers: `action` is grow, drain or cancel."""
 
     action: str
     count: int
-    device: Device = "cpu"
+    device: Steered = "cpu"
 
     @property
     def subject(self) -> str:
-        return "data_workers" if self.device == "cpu" else "gpu_data_workers"
+        return {"cpu": "data_workers", "gpu": "gpu_data_workers", "embedding": "embedding_servers"}[self.device]
 
     @property
     def happened(self) -> str:

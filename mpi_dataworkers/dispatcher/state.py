@@ -89,6 +89,7 @@ def status_of(tables: Tables, now: float) -> Status:
             for when, said in tables.decisions
         ],
         elastic_gpu=tables.elastic["gpu"],
+        elastic_embedding=tables.elastic["embedding"],
     )
 
 

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import get_args
 
 import msgspec
 
@@ -34,6 +35,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
     ShardOrder,
     SteerDataWorkers,
+    Steered,
 )
 
 # How a data worker does with a pipeline: whether it makes its steps, or fails what others can make. Pure.
@@ -562,7 +564,7 @@ class Tables:
         workers_lost: of them, those that went without a word.
         leases_granted, leases_revoked: since this start.
         recent: growth of `leases_granted`.
-        elastic: what the elastic controller of each stage said last of itself.
+        elastic: what each elastic controller said last of itself.
         decisions: their last ones, with their times, s.
         story: the last events, for `validate`; each was also returned as an instruction.
     """
@@ -596,7 +598,7 @@ class Tables:
         self.leases_granted = 0
         self.leases_revoked = 0
         self.recent = RecentRates(now, 0)
-        self.elastic: dict[Device, str] = {"cpu": "", "gpu": ""}
+        self.elastic: dict[Steered, str] = dict.fromkeys(get_args(Steered), "")
         self.decisions: deque[tuple[float, SteerDataWorkers]] = deque(maxlen=_DECISIONS_SHOWN)
         self.story: deque[Event] = deque(maxlen=_STORY_LENGTH)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import size_words
+from hetstream.hetjob.convert.spec import AUTO
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.partitioner.analysis import Findings
 from hetstream.mpi_dataworkers.partitioner.cut import CutDecision
@@ -33,7 +34,7 @@ def run_explained(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UsageError("no program: write hetstream run --explain python train.py")
-    data_workers = _USUAL if args.data_workers is None else args.data_workers
+    data_workers = _USUAL if args.data_workers in (None, AUTO) else args.data_workers
     if data_workers < 1:
         raise UsageError(f"--data-workers={data_workers}: at least 1")
     found = _findings(command, args.offload or "auto")

@@ -34,6 +34,7 @@ from hetstream.hetjob.job.ended_job import (
 )
 from hetstream.hetjob.job.find_service import JOB_ID, find_address_file, find_directory
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR, JOBS_DIR, RULE, for_user, is_directory_pattern, places, setting
+from hetstream.mpi_dataworkers.embedding.registration import REGISTRY, Registration, read_registrations
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.wire.messages import Status
 from hetstream.slurm_plugin.cli.cluster_source import read_cluster_or_jobs
@@ -67,6 +68,7 @@ from hetstream.slurm_plugin.render.tables import (
     as_table,
     by_state,
     gib,
+    rate_words,
     wrapped,
 )
 from hetstream.slurm_plugin.render.top import render
@@ -105,6 +107,7 @@ logs:
   master         what the job master decided and why
   dispatcher     which data workers and loaders came and went
   data-worker-N  the data workers of component 1; companion-N: those that joined later; gpu-companion-N: with a GPU
+  embedding-server-N  the embedding servers; embedding-companion-N: those that joined later
   writers/NODE   the checkpoint writers
 
 exit codes:
@@ -218,6 +221,7 @@ class _Watched:
         self._is_pending = False
         self._looked_s = -math.inf
         self._speeds: deque[float] = deque(maxlen=_MOST_LOOKS)
+        self._servers: dict[str, Registration] = {}
 
     def look(self) -> Answer:
         """Return what is known of it now."""
@@ -228,7 +232,7 @@ class _Watched:
         if self._is_pending and self._in_slurm is not None:
             return self._in_slurm
         try:
-            own = _of_directory(address_file_of(self._args).parent, self._speeds)
+            own = _of_directory(address_file_of(self._args).parent, self._speeds, self._servers)
         except (ServiceNotFound, ServiceError) as error:
             if self._in_slurm is None:
                 raise
@@ -408,12 +412,13 @@ _USE_COLUMNS = (
 )
 
 
-def _of_directory(directory: Path, speeds: deque[float]) -> Answer:
+def _of_directory(directory: Path, speeds: deque[float], servers: dict[str, Registration]) -> Answer:
     """What a job with data workers does or did, by its directory.
 
     Args:
         directory: the job's.
         speeds: steps per second at the looks before; this one's are added.
+        servers: what embedding servers said at the look before; then what they say at this one.
     """
     path = directory / "address"
     if not path.exists() and (directory / SUMMARY_FILE).exists():
@@ -428,7 +433,50 @@ def _of_directory(directory: Path, speeds: deque[float]) -> Answer:
     with StatusClient(running_service(path)) as client:
         status = client.fetch()
     speeds.append(sum(loader.steps_per_s for loader in status.loaders))
-    return Answer([_Service(status, directory.name, tuple(speeds))], {"service": msgspec.to_builtins(status)})
+    service = _Service(status, directory.name, tuple(speeds))
+    facts = {"service": msgspec.to_builtins(status)}
+    rows = _server_rows(directory, servers)
+    if not rows:
+        return Answer([service], facts)
+    section = Section("embedding_servers", _SERVER_COLUMNS, rows)
+    return Answer([service, Report({}, {}, [], (section,))], {**facts, "embedding_servers": rows})
+
+
+def _server_rows(directory: Path, before: dict[str, Registration]) -> list[Row]:
+    """What a job's embedding servers have and do."""
+    found = read_registrations(directory / REGISTRY)
+    if found and not before:
+        before |= found
+        time.sleep(_BETWEEN_LOOKS_S)  # how fast they are shows from one look to the next
+        found = read_registrations(directory / REGISTRY)
+    now = time.time()
+    rows: list[Row] = [
+        {
+            "server": name, "rows": said.rows, "bytes": said.bytes, "limit_bytes": said.limit_bytes,
+            "share": said.bytes / said.limit_bytes if said.limit_bytes else None,
+            "reads_per_s": said.reads_per_s(before[name]) if name in before else None,
+            "state": "silent" if now - said.written_s > _SILENT_S else "draining" if said.draining else "serving",
+        }
+        for name, said in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))
+    ]  # fmt: skip
+    before.clear()
+    before |= found
+    return rows
+
+
+# An embedding server says each second what it has.
+_BETWEEN_LOOKS_S, _SILENT_S = 1.5, 30.0
+# So full, one more would be needed.
+_FULL = 0.8
+_SERVER_COLUMNS = (
+    Column("server", "EMBEDDING SERVER", left=True),
+    Column("state", "STATE", left=True, mark=lambda row: "" if row["state"] == "serving" else YELLOW),
+    Column("rows", "ROWS", lambda value: f"{value:,}"),
+    Column("bytes", "BYTES", size_words),
+    Column("limit_bytes", "OF", size_words, priority=1),
+    Column("share", "FULL", percent, mark=lambda row: YELLOW if (row["share"] or 0.0) >= _FULL else ""),
+    Column("reads_per_s", "ROWS READ/S", rate_words),
+)
 
 
 # `hetstream job --events`: what happened in a job, with its causes.
@@ -586,7 +634,11 @@ def _of_record(summary: Mapping[str, Any], directory: Path) -> list[Report]:
     tables = [Section("loaders", columns, [*map(_loader_row, loaders)])] if loaders else []
     lines: list[str] = []
     elastic = summary.get("elastic") or {}
-    for name, whose in (("elastic", "data workers"), ("elastic_gpu", "data workers with a GPU")):
+    for name, whose in (
+        ("elastic", "data workers"),
+        ("elastic_gpu", "data workers with a GPU"),
+        ("elastic_embedding", "embedding servers"),
+    ):
         lines += _changes((summary.get(name) or {}).get("decisions", []), whose)
     if elastic.get("step_terms"):
         terms = [StepTerm(**{name: row[name] for name in StepTerm.__struct_fields__}) for row in elastic["step_terms"]]

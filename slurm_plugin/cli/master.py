@@ -13,9 +13,11 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
+from hetstream.hetjob.convert.plan import EMBEDDING_SERVER_CPUS
 from hetstream.hetjob.convert.render import what_runs
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
 from hetstream.hetjob.elastic.step_terms import UsualLength
+from hetstream.hetjob.job.embedding_servers import EMBEDDING_DIR, EmbeddingServers
 from hetstream.hetjob.job.ended_job import read_summary, write_summary
 from hetstream.hetjob.job.job import (
     JOBS_DIR,
@@ -56,6 +58,10 @@ def add_master_arguments(parser: argparse.ArgumentParser) -> None:
         p.add_argument("--gpu-companions", default="0-0", metavar="MIN-MAX", help="data workers with a GPU, as jobs")
         p.add_argument("--gpu-companion-cpus", type=int, default=1, metavar="N", help="CPUs of each of those")
         p.add_argument("--gpu-companion-options", default="", metavar="OPTIONS", help="sbatch options of those")
+        p.add_argument("--embedding-servers", default="0-0", metavar="MIN-MAX", help="those of the job, and the most")
+        p.add_argument("--embedding-server-bytes", type=int, default=0, metavar="BYTES", help="memory of each of those")
+        p.add_argument("--embedding-dir", type=Path, default=EMBEDDING_DIR, metavar="DIR", help="holds their logs")
+        p.add_argument("--embedding-companion-options", default="", metavar="OPTIONS", help="sbatch options of more")
         p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
         p.add_argument(
             "--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="seconds between two changes"
@@ -78,6 +84,10 @@ def _config(args: argparse.Namespace) -> MasterConfig:
     least, _, most = args.gpu_companions.partition("-")
     gpu_options = tuple(shlex.split(args.gpu_companion_options))
     gpu_stage = GpuStage(int(least), int(most), args.gpu_companion_cpus, gpu_options) if int(most) else None
+    fixed, most_servers = map(int, args.embedding_servers.split("-"))
+    of_each = (args.embedding_server_bytes, args.embedding_dir, EMBEDDING_SERVER_CPUS)
+    server_options = tuple(shlex.split(args.embedding_companion_options))
+    embedding = EmbeddingServers(fixed, *of_each, most_servers, server_options) if fixed else None
     return MasterConfig(
         program=own_program(),
         data_workers=args.data_workers,
@@ -97,6 +107,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         longest_s=args.longest,
         on_memory_warning=args.on_memory_warning,
         gpu_stage=gpu_stage,
+        embedding=embedding,
     )
 
 
@@ -117,6 +128,8 @@ def _start(args: argparse.Namespace) -> int:
             offload=args.offload,
             in_process_loaders=args.stream_in_process_loaders,
             cache=args.cache,
+            embedding_servers=int(args.embedding_servers.partition("-")[0]),
+            has_data_workers=args.data_workers + args.companions > 0,
         )
         variables = start(_config(args), CommandSlurm(), os.environ, hook_environment)
     except HetstreamError as error:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.hetjob.convert.spec import AUTO
+from hetstream.hetjob.job.embedding_servers import EMBEDDING_DIR
 from hetstream.hetjob.job.ended_job import next_try, summary_line
 from hetstream.hetjob.master.local import LocalConfig, run_local
 from hetstream.mpi_dataworkers.hook import environment
@@ -26,6 +28,7 @@ examples:
   hetstream run python train.py
   hetstream run --data-workers 2 python train.py --epochs 3
   hetstream run --data-workers 2 --offload auto python train.py
+  hetstream run --data-workers 2 --embedding-servers 2 python train.py
   hetstream run --data-workers 8 --explain python train.py    what --offload could move; its prints go to stderr
   hetstream run --data-workers 2 --json summary.json -- torchrun --nproc-per-node 2 train.py
 """
@@ -45,6 +48,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many; with 0 the program makes the same batches itself (default: auto, one for each CPU, at most 8, "
         "and then as many as are needed, which a controller finds out while the program runs)",
     )
+    _add_embedding_arguments(parser)
     parser.add_argument(
         "--worker-threads", type=int, default=1, metavar="N", help="threads of each data worker (default 1)"
     )
@@ -80,10 +84,22 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int | None:
-    """A number, or None for auto."""
+def _add_embedding_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--embedding-servers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that hold the rows of embedding tables in memory, all together in half of what this host has "
+        "available (default none; with some and no --data-workers there are no data workers); what they are told stays "
+        f"in {EMBEDDING_DIR}, since checkpoints name it",
+    )
+
+
+def _count(text: str) -> int | str:
+    """A number, or auto."""
     try:
-        return None if text == "auto" else int(text)
+        return text if text == AUTO else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, or auto") from None
 
@@ -99,12 +115,13 @@ def run(args: argparse.Namespace) -> int:
 
         return run_explained(args)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    most = len(os.sched_getaffinity(0))
+    is_auto = args.data_workers == AUTO or (args.data_workers is None and not args.embedding_servers)
     config = LocalConfig(
         program=own_program(),
         command=tuple(command),
-        data_workers=args.data_workers or 0,
-        most_data_workers=most if args.data_workers is None else 0,
+        data_workers=0 if is_auto else args.data_workers or 0,
+        most_data_workers=len(os.sched_getaffinity(0)) if is_auto else 0,
+        embedding_servers=args.embedding_servers,
         worker_threads=args.worker_threads,
         show_logs=args.verbose,
     )
@@ -113,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         offload=args.offload,
         in_process_loaders=args.stream_in_process_loaders,
         cache=args.cache,
+        embedding_servers=config.embedding_servers,
+        has_data_workers=config.data_workers > 0 or config.most_data_workers > 0,
     )
     if args.dry_run:
         _print_commands(config, hook_environment)
@@ -133,14 +152,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_commands(config: LocalConfig, hook_environment: Callable[[str | None], dict[str, str]]) -> None:
     directory = Path("/tmp/hetstream-XXXXXXXX")
-    has_service = config.data_workers > 0 or config.most_data_workers > 0
-    if has_service:
+    if config.has_service:
         print(shlex.join(config.dispatcher_words(directory)))
+    if config.embedding_servers:
+        embedding = config.embedding_of_run()
+        for index in range(config.embedding_servers):
+            print(shlex.join(embedding.words(config.program, directory / "address", str(index))))
     for _ in range(config.data_workers):
         print(shlex.join(config.data_worker_words(directory)))
     if config.most_data_workers:
         print(f"# up to {config.most_data_workers} times, as many as pay:")
         print(shlex.join(config.data_worker_words(directory)))
-    service = f"file:{directory / 'address'}" if has_service else None
+    service = f"file:{directory / 'address'}" if config.has_service else None
     variables = hook_environment(service)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *config.command]))

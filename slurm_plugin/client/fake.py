@@ -85,9 +85,9 @@ class FakeSlurm:
         if any(word.removeprefix("--nodelist=") in self.full for word in options):
             self.waiting.add(job_id)
             count = 0
+        environ = {**self.environ, "SLURM_JOB_ID": job_id}
         self.jobs[job_id] = [
-            start_child(["sh", str(path)], env=self.environ, log=path.with_suffix(f".{task}.out"))
-            for task in range(count)
+            start_child(["sh", str(path)], env=environ, log=path.with_suffix(f".{task}.out")) for task in range(count)
         ]
         if key:
             self.keys[key] = job_id
@@ -138,6 +138,12 @@ class FakeSlurm:
         for child in self.jobs.get(job_id, []):
             if child.poll() is None:
                 child.terminate()
+
+    def ask_to_end(self, job_id: str) -> None:
+        """Send SIGTERM to the job's processes."""
+        self._record("ask_to_end", "scancel", ["--signal=TERM", job_id])
+        for child in self.jobs[job_id]:
+            child.terminate()
 
     def node_address(self, node: str) -> str:
         """From `addresses`."""

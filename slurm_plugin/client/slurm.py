@@ -183,6 +183,10 @@ class CommandSlurm:
         """Cancel a job. `scancel --quiet` says nothing, and succeeds, about jobs that have ended."""
         self._act(["scancel", "--quiet", job_id], job_id)
 
+    def ask_to_end(self, job_id: str) -> None:
+        """Signal a job's batch script alone; it is no end of the job, so nothing limits its time."""
+        self._act(["scancel", "--quiet", "--batch", "--signal=TERM", job_id], job_id)
+
     def hold(self, job_id: str) -> None:
         """Keep a pending job from starting. Its owner can release it; only what an operator holds stays held."""
         self._act(["scontrol", "hold", job_id], job_id)

@@ -7,7 +7,7 @@ from typing import get_args
 
 from hetstream.base.text import count_words, duration_words, printable, size_words
 from hetstream.mpi_dataworkers.dispatcher.client import has_gpu_stage, load_of
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status, Steered
 from hetstream.slurm_plugin.render.tables import RED, YELLOW, Cell, Column, rate_words, sparkline, table, wrapped
 
 # A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
@@ -40,6 +40,7 @@ _WORKER_COLUMNS = (
     Column("", "UP", priority=2),
 )
 _OF_STAGES = ("DEVICE", "WAITED")
+_OF_WHOM: dict[Steered, str] = {"cpu": "", "gpu": " with a GPU", "embedding": " embedding server"}
 # Fewer are no course.
 _LEAST_LOOKS = 5
 
@@ -96,9 +97,10 @@ def _elastic_lines(status: Status) -> list[str]:
     """What the elastic controller says, and its last changes."""
     lines = [f"elastic: {status.elastic}"] if status.elastic else []
     lines += [f"elastic, stage on GPUs: {status.elastic_gpu}"] if status.elastic_gpu else []
+    lines += [f"elastic, embedding servers: {status.elastic_embedding}"] if status.elastic_embedding else []
     lines += [
         f"  {duration_words(decision.ago_s)} ago: {decision.action} {decision.count}"
-        f"{' with a GPU' if decision.device == 'gpu' else ''}, because {decision.reason}"
+        f"{_OF_WHOM[decision.device]}, because {decision.reason}"
         for decision in status.decisions
     ]
     return [printable(line) for line in lines]

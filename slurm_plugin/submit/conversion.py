@@ -166,7 +166,7 @@ def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> 
         ConfigError: somebody else could change it.
     """
     named = spec.jobs_dir or setting(JOBS_DIR, environ)
-    if not spec.data_workers_max and spec.checkpoint is None:
+    if not spec.has_master and spec.checkpoint is None:
         return named, ""  # the job has no directory
     place, why = choose(named, Path.cwd())
     if place is None and is_elsewhere:
@@ -283,11 +283,11 @@ _TAKES_VARIABLES = (
 def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
     """What to say when a script means its job or a step of it where that is something else than in a plain job."""
     meanings = (
-        (spec.data_workers_min > 0, _ASKS_ABOUT_OWN_JOB,
+        (spec.has_components, _ASKS_ABOUT_OWN_JOB,
          "Slurm answers for each component of the job, the trainer's and the data workers'. What is the trainer's"),
-        (spec.data_workers_max > 0 or spec.checkpoint is not None, _MEANS_OWN_STEP,
+        (spec.has_master or spec.checkpoint is not None, _MEANS_OWN_STEP,
          "the first steps of the job are hetstream's, and the script's have other numbers. How to find one by name"),
-        (spec.data_workers_min > 0, _TAKES_VARIABLES,
+        (spec.has_components, _TAKES_VARIABLES,
          "without SLURM_HET_SIZE in its environment srun starts nothing in a job of several components. What to add"),
     )  # fmt: skip
     return [

@@ -128,7 +128,7 @@ def leaking(
     job.directory.mkdir(parents=True)
     job.address_file.touch()
     slurm, clock = FakeSlurm(tmp_path, dict(os.environ)), [0.0]
-    companions = CompanionJobs(slurm, job, ["--partition=cpu", "--mem-per-cpu=4G"], lambda cpus: ["sleep", "600"])
+    companions = CompanionJobs(slurm, job, ["--partition=cpu", "--mem-per-cpu=4G"], lambda cpus: "sleep 600")
     dispatcher = Leaking(slurm, clock)
     state_file = ControllerStateFile(job.controller_state_file)
     elastic = Elastic(GrowOnce(), companions, 0, lambda: dispatcher, state_file, None, lambda: clock[0])

@@ -131,7 +131,7 @@ class World:
         self.slurm = FakeSlurm(directory, dict(os.environ))
         self.dispatcher = Dispatcher(self.slurm)
         self.companions = CompanionJobs(
-            self.slurm, self.job, ["--partition=cpu"], lambda cpus: ["sleep", f"60{cpus}"], None, ["--nice=9"]
+            self.slurm, self.job, ["--partition=cpu"], lambda cpus: f"sleep 60{cpus}", None, ["--nice=9"]
         )
         self.elastic: Elastic | None = None
 
@@ -233,9 +233,7 @@ def test_a_companion_that_runs_out_of_memory_leaves_when_the_larger_one_works(
 ) -> None:
     """It has 4,000 MB and takes 20 MB more each time that memory is read, which is every ten seconds."""
     now = [0.0]
-    world.companions = CompanionJobs(
-        world.slurm, world.job, ["--mem-per-cpu=2000"], lambda cpus: ["sleep", f"60{cpus}"]
-    )
+    world.companions = CompanionJobs(world.slurm, world.job, ["--mem-per-cpu=2000"], lambda cpus: f"sleep 60{cpus}")
     script = Script(grow(1))
 
     def clock() -> float:
@@ -379,7 +377,7 @@ def test_a_refused_submission_is_the_controllers_to_know(world: World, wait_unti
 
 def test_companions_of_a_job_master_of_before_are_taken_over(world: World, wait_until: WaitUntil) -> None:
     world.companions.submit(1)
-    world.companions = CompanionJobs(world.slurm, world.job, [], lambda cpus: ["sleep", f"60{cpus}"])
+    world.companions = CompanionJobs(world.slurm, world.job, [], lambda cpus: f"sleep 60{cpus}")
     script = Script(grow(1))
     world.run(script)
     wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="both companions")

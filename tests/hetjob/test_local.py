@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import uuid
@@ -66,9 +67,39 @@ def test_without_data_workers_there_is_no_service() -> None:
     assert not Path("started").exists()
 
 
+def test_embedding_servers_live_as_long_as_the_program_and_their_folder_stays(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """One that is killed is started again, with its name and its folder; and there may be no data worker."""
+    text = """
+        here=$(dirname "${SERVICE#file:}")/embedding-servers
+        until [ -e $here/0.json ] && [ -e $here/1.json ]; do sleep 0.02; done
+        set -e
+        first=$(head -1 hetstream-embedding/run-*/server-1/starts)
+        kill -KILL $first
+        until [ "$(wc -l < $(echo hetstream-embedding/run-*/server-1/starts))" = 2 ]; do sleep 0.02; done
+        cp $here/1.json seen"""
+    config = LocalConfig(STAND_IN, ("sh", "-c", text), 0, embedding_servers=2)
+    assert run_local(config, os.environ, hook).returncode == 0
+    (run,) = (tmp_path / "hetstream-embedding").iterdir()
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    assert sorted(path.name for path in run.iterdir()) == ["server-0", "server-1"]
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen["log"] == str(run / "server-1")
+    assert 0 < seen["limit_bytes"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
+    assert not Path("started").read_text().count("worker")
+    pids = [int(line) for path in run.glob("*/starts") for line in path.read_text().split()]
+    assert len(pids) == 3
+    wait_until(lambda: not any(map(is_alive, pids)), what="the end of the servers")
+    run_local(LocalConfig(STAND_IN, ("true",), 0, embedding_servers=1), os.environ, hook)
+    assert len(list((tmp_path / "hetstream-embedding").iterdir())) == 2, "the next run has a folder of its own"
+
+
 def test_unusable_programs_and_counts() -> None:
     with pytest.raises(ProgramNotFound, match="'no-such-program' is not a program on PATH"):
         run_local(LocalConfig(STAND_IN, ("no-such-program",), 1), os.environ, hook)
+    with pytest.raises(UsageError, match=r"--embedding-servers=257: 0 to 256"):
+        LocalConfig(STAND_IN, ("true",), 0, embedding_servers=257)
     with pytest.raises(UsageError, match=r"--data-workers=-1: 0 to 1024; worker_processes=0.*; no program"):
         LocalConfig(STAND_IN, (), -1, 0)
 
@@ -415,3 +446,17 @@ def test_a_dry_run_prints_the_commands() -> None:
     lines = done.stdout.splitlines()
     assert [line.split()[2] for line in lines[:3]] == ["dispatcher", "worker", "worker"]
     assert lines[3].endswith("python train.py")
+
+
+@pytest.mark.parametrize(("words", "others"), [([], []), (["--data-workers", "1"], ["worker"])])
+def test_a_dry_run_shows_embedding_servers_and_what_the_program_sees(words: list[str], others: list[str]) -> None:
+    """Without data workers torch's DataLoaders stay what they are."""
+    words = [HETSTREAM, "run", "--embedding-servers", "2", *words, "--dry-run", "true"]
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[2] for line in lines[:-1]] == ["dispatcher", "embedding-server", "embedding-server", *others]
+    assert f" --directory {Path.cwd() / 'hetstream-embedding'}/run-" in lines[2]
+    assert lines[2].endswith(" --name 1 --drain-s 0")
+    assert "HETSTREAM_EMBEDDING_SERVERS=2" in lines[-1]
+    assert "HETSTREAM_SERVICE=file:/tmp/hetstream-XXXXXXXX/address" in lines[-1]
+    assert ("HETSTREAM_HOOK=1" in lines[-1]) == bool(others)
+    assert not Path("hetstream-embedding").exists()

@@ -21,9 +21,11 @@ from hetstream.hetjob.master.state import (
     Phase,
     StartDataWorker,
     StartDispatcher,
+    StartEmbeddingServer,
     StopAll,
     StopRequested,
     data_worker,
+    embedding_server,
 )
 
 
@@ -43,6 +45,20 @@ def test_the_dispatcher_comes_first_and_the_rest_when_it_is_ready() -> None:
         BeginElastic("the dispatcher is ready"),
     ]
     assert state.phase is Phase.RUNNING
+
+
+def test_embedding_servers_come_first_and_come_back() -> None:
+    state = MasterState(1, embedding_servers=2)
+    state.handle(Begin(), 0)
+    assert [(type(one), getattr(one, "index", None)) for one in state.handle(DispatcherReady(), 1)] == [
+        (StartEmbeddingServer, 0),
+        (StartEmbeddingServer, 1),
+        (StartDataWorker, 0),
+    ]
+    assert state.handle(ChildEnded(embedding_server(1), -9), 2) == []
+    assert state.next_due() == 2.5
+    (again,) = state.handle(ClockReached(), 2.5)
+    assert again == StartEmbeddingServer(1, "it ended 1 time(s) in a row")
 
 
 def test_what_ends_is_started_again_after_a_delay_that_grows() -> None:

@@ -1,11 +1,12 @@
 """Stands in for the `hetstream` command in tests of the job master: starts in milliseconds, without the data plane.
 
-`dispatcher`, `worker` and `writer` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file
-`die-VERB` in the working directory makes that verb exit with 9 at once; every start is noted in `started`.
+`dispatcher`, `worker`, `embedding-server` and `writer` wait for SIGTERM; `master serve` is the real one over FakeSlurm.
+A file `die-VERB` in the working directory makes that verb exit with 9 at once; every start is noted in `started`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -43,6 +44,17 @@ if verb == "dispatcher":
 elif verb == "worker":
     if not Path(value("--service").removeprefix("file:")).exists():
         sys.exit("no service")
+    until_terminated()
+elif verb == "embedding-server":
+    place = Path(value("--service").removeprefix("file:")).parent / "embedding-servers"
+    place.mkdir(exist_ok=True)
+    name = value("--name")
+    log = Path(value("--directory"), f"server-{name}")
+    log.mkdir(mode=0o700, exist_ok=True)
+    with (log / "starts").open("a") as starts:
+        starts.write(f"{os.getpid()}\n")
+    registration = {"name": name, "start": "", "addresses": [], "log": str(log), "limit_bytes": int(value("--memory"))}
+    (place / f"{name}.json").write_text(json.dumps(registration))
     until_terminated()
 elif verb == "writer":
     from hetstream.hetjob.job.job import JobEnvironment, ready_file

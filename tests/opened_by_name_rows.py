@@ -197,11 +197,14 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/master/companions.py": "CompanionJobs._number_after_those_of_before CompanionJobs.submit",
         "hetjob/master/controller_state_file.py": "ControllerStateFile.__init__ ControllerStateFile.write told_by",
         "hetjob/master/server.py": (
-            "MasterConfig.read _tidy*6 lead_to_journal remove_journal*2 remove_left_journal start*2"
+            "MasterConfig.read _tidy*7 lead_to_journal remove_journal*2 remove_left_journal start*2"
         ),
         "hetjob/master/memory.py": "Migration.begin",
         "hetjob/job/processes.py": "start_child",
         "hetjob/job/job.py": "_num_ready",
+        "hetjob/job/embedding_servers.py": "remove_registrations",
+        "mpi_dataworkers/embedding/background.py": "RegistrationFile._write RegistrationFile.remove",
+        "mpi_dataworkers/embedding/registration.py": "read_registrations",
         "mpi_dataworkers/dispatcher/events.py": "EventLog.__init__ _opened",
         "mpi_dataworkers/dispatcher/server.py": "Journal._open _write_summary remove_leftovers*2",
         "mpi_dataworkers/process/interpreter.py": "announce announced remove_announcement",
@@ -274,6 +277,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetstream/base/files.py": "read_regular*2",
     },
     "own directory": {
+        "mpi_dataworkers/embedding/log.py": "Log._lock open_log",
         "hetstream/base/files.py": "_own own_directory",
         "mpi_dataworkers/ops/cache_store.py": "remove_from_memory",
     },

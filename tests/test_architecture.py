@@ -37,6 +37,7 @@ MAY_IMPORT_WITHIN = {
         "ops": {"errors", "generators", "threads", "wire", "order", "sources", "process"},
         "dispatcher": {"errors", "wire", "order", "transports", "process"},
         "loader": {"", "wire", "order", "transports", "process", "ops", "features", "gpu_features"},
+        "embedding": {"errors", "wire", "transports", "process"},
         "worker": {"", "wire", "order", "transports", "sources", "process", "ops", "loader"},
         "partitioner": {"errors", "process", "ops", "loader"},
         "hook": {"errors", "wire", "process", "loader", "partitioner"},
@@ -106,6 +107,7 @@ HOMES = {
     "torch": (
         "mpi_dataworkers/loader/",
         "mpi_dataworkers/ops/",
+        "mpi_dataworkers/embedding/",
         "mpi_dataworkers/features/batches.py",
         "mpi_dataworkers/features/graph.py",
         "mpi_dataworkers/features/kernels.py",
@@ -136,7 +138,7 @@ HOMES = {
     "h5py": ("mpi_dataworkers/sources/",),
     "PIL": ("mpi_dataworkers/images/",),
     "pyarrow": ("mpi_dataworkers/sources/tables.py",),
-    "torchrec": ("mpi_dataworkers/features/batches.py",),
+    "torchrec": ("mpi_dataworkers/features/batches.py", "mpi_dataworkers/embedding/modules.py"),
     "horovod": ("mpi_dataworkers/horovod.py",),
     "lightning": ("checkpoint/integrations/lightning.py",),
     "transformers": ("checkpoint/integrations/huggingface.py",),
@@ -164,16 +166,19 @@ OPTIONAL = {
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 900, 60, 8
 # What is longer, its limit, and why. A row that is needed no more is an error, too.
 LONGER: dict[str, tuple[int, str]] = {
-    "mpi_dataworkers/wire/messages.py": (1140, "one list: all that is said on the wire"),
+    "mpi_dataworkers/wire/messages.py": (1400, "one list: all that is said on the wire"),
     "slurm_plugin/client/parse_text.py _job lines": (74, "one line for each field of the model"),
     "slurm_plugin/client/parse_json.py _job lines": (74, "one line for each field of the model"),
     "slurm_plugin/client/pyslurm_backend.py job_of lines": (72, "one line for each field of the model"),
+    "mpi_dataworkers/embedding/modules.py EmbeddingBag.__init__ parameters": (17, "torch's own, and five more"),
+    "mpi_dataworkers/embedding/modules.py Embedding.__init__ parameters": (15, "torch's own, and five more"),
     "slurm_plugin/packing/packer.py Packer.__init__ parameters": (9, "what a site tells it, each with a name"),
 }
 # Files below this length that one file of their folder imports, and no other, belong into that one.
 LEAST_LINES_OF_A_FILE = 100
 # What is shorter, and why. A row that is needed no more is an error, too.
 SHORTER: dict[str, str] = {
+    "mpi_dataworkers/embedding/placement.py": "pure, and client.py is connections",
     "mpi_dataworkers/dispatcher/metrics.py": "server.py loads without prometheus-client, which is an extra",
     "mpi_dataworkers/gpu_features/probes.py": "in Triton's language: capacity.py loads without Triton",
 }

@@ -1,4 +1,6 @@
-"""Train a small DLRM on Criteo-like rows, in one process and with two data workers, and compare: `make demo-dlrm`.
+"""Train a small DLRM on Criteo-like rows, in one process, with data workers, and with an embedding server, too.
+
+It compares the three: `make demo-dlrm`.
 
 Uses the public commands as a user would; no Slurm is needed. Exit code 1 when a row was lost, came twice or in another
 order, when the losses differ, or when a stage failed.
@@ -106,7 +108,9 @@ def main() -> int:
     prefix = ["hetstream", "run", "--data-workers", str(DATA_WORKERS), "--json", "summary.json", "--"]
     streamed = train(folder, "streamed", prefix)
     summary = json.loads((folder / "summary.json").read_text())
-    is_same = alone.batches == streamed.batches
+    say("and with an embedding server, too: it has the rows of the tables, less than half of which the trainer keeps")
+    served = train(folder, "served", [*prefix[:4], "--embedding-servers", "1", "--"])
+    is_same = alone.batches == streamed.batches == served.batches
     lost, twice = delivered(streamed, args.rows)
     learned = streamed.loss(EPOCHS - 1) < streamed.loss(0)
     waited_s = sum(loader["wait_s"] for loader in summary["loaders"])
@@ -116,7 +120,8 @@ def main() -> int:
         "rows and losses": f"{'the same' if is_same else 'NOT the same'}, batch by batch, as in one process",
         "loss": f"{streamed.loss(0):.4f} in the first epoch, {streamed.loss(EPOCHS - 1):.4f} in the last",
         "samples/s": f"{streamed.samples_per_s():,.0f} with {DATA_WORKERS} data workers, "
-        f"{alone.samples_per_s():,.0f} in one process (last epoch)",
+        f"{served.samples_per_s():,.0f} with an embedding server, too, {alone.samples_per_s():,.0f} in one process "
+        "(last epoch)",
         "trainer waited": f"{waited_s / max(took_s, 1e-9):.0%} of the time in its loop",
         "machine": f"{len(os.sched_getaffinity(0))} cores that all share; load {load_before:.1f} before",
     }

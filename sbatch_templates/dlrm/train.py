@@ -1,7 +1,7 @@
 """Train a small DLRM on the rows of prepare.py. Data workers read the file and run the feature graph.
 
-`hetstream run --data-workers 2 python train.py --data criteo.csv`, or without `hetstream run`: then this process does
-it all, with the same batches. The model is plain PyTorch.
+`hetstream run --data-workers 2 --embedding-servers 1 python train.py --data criteo.csv`, or without `hetstream run`:
+then this process does it all, with the same batches and the same losses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hetstream import DataLoader
+from hetstream import DataLoader, EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad, lookahead
 from hetstream.mpi_dataworkers.features.batches import collate_rows
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.mpi_dataworkers.features.operators import BoxCox, Bucketize, Cast, Clamp, FillNull, SigridHash
@@ -23,8 +23,11 @@ from hetstream.mpi_dataworkers.sources.tables import CsvDataset
 
 COUNTS = [f"I{number}" for number in range(1, 14)]
 CATEGORIES = [f"C{number}" for number in range(1, 27)]
+BUCKETS = ["I2", "I5"]
 COLUMNS = {"row": "int64", "label": "float32", **dict.fromkeys(COUNTS, "float32?"), **dict.fromkeys(CATEGORIES, "hex?")}
 NUM_IDS, NUM_BUCKETS, WIDTH = 5000, 16, 16
+# Less than the tables have, so that rows come and go where there is an embedding server: 4 MiB of 9.
+CACHE_BYTES = 4 << 20
 
 
 def features() -> FeatureGraph:
@@ -41,7 +44,7 @@ def features() -> FeatureGraph:
             "label": dense("label"),
             "dense": [count >> Clamp(lower=0.0, upper=1e6) >> BoxCox(0.1) for count in counts.values()],
             "sparse": categories,
-            "buckets": [counts[name] >> Bucketize(borders) >> Cast("int64") for name in ("I2", "I5")],
+            "buckets": [counts[name] >> Bucketize(borders) >> Cast("int64") for name in BUCKETS],
         }
     )
 
@@ -51,18 +54,26 @@ class Dlrm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        tables = [NUM_IDS] * len(CATEGORIES) + [NUM_BUCKETS] * 2
-        self.embeddings = nn.ModuleList(nn.Embedding(size, WIDTH) for size in tables)
+        sizes = dict.fromkeys(CATEGORIES, NUM_IDS) | dict.fromkeys(BUCKETS, NUM_BUCKETS)
+        tables = [EmbeddingBagConfig(size, WIDTH, name, [name]) for name, size in sizes.items()]
+        # Its rows are updated where `backward` ends; they are no parameters of the model.
+        self.embeddings = EmbeddingBagCollection(tables, optimizer=RowWiseAdagrad(lr=0.03), cache_bytes=CACHE_BYTES)
         self.bottom = nn.Sequential(nn.Linear(len(COUNTS), 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.ReLU())
         num_vectors = len(tables) + 1
         self.pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
         self.top = nn.Sequential(nn.Linear(WIDTH + self.pairs.shape[1], 64), nn.ReLU(), nn.Linear(64, 1))
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense: torch.Tensor, ids: dict[str, torch.Tensor]) -> torch.Tensor:
         bottom = self.bottom(dense)
-        vectors = torch.stack([bottom, *(table(ids[:, at]) for at, table in enumerate(self.embeddings))], dim=1)
+        vectors = torch.stack([bottom, *self.embeddings(ids).values()], dim=1)
         products = vectors @ vectors.transpose(1, 2)
         return self.top(torch.cat([bottom, products[:, self.pairs[0], self.pairs[1]]], dim=1)).squeeze(1)
+
+
+def ids_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each feature's ids of a batch, [samples]."""
+    ids = torch.cat([batch["sparse"], batch["buckets"]], dim=1)
+    return dict(zip([*CATEGORIES, *BUCKETS], ids.unbind(1), strict=True))
 
 
 def main() -> None:
@@ -91,8 +102,9 @@ def main() -> None:
     ledger = open(args.ledger, "w") if args.ledger else None  # noqa: SIM115
     for epoch in range(args.epochs):
         began, losses = time.perf_counter(), []
-        for batch in loader:
-            ids = torch.cat([batch["sparse"], batch["buckets"]], dim=1).to(device)
+        # Rows of the next 16 steps come while this one computes.
+        for batch in lookahead(loader, {model.embeddings: ids_of}, steps=16):
+            ids = {name: each.to(device) for name, each in ids_of(batch).items()}
             logits = model(batch["dense"].to(device), ids)
             loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"].to(device))
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ BYTES, FLOATS, FOLDER = "uint8 crops", "float crops", "ImageFolder"
 CASES = (BYTES, FLOATS, FOLDER)
 TORCH, OFF = "torch DataLoader, no cache", "hetstream, no cache"
 FIRST, SECOND, RESTART = "1st epoch", "2nd epoch", "restart, disk"
-JOBS, ORDERED, BOUND = "8 jobs at once", "8 jobs, one order", "limit of 8 jobs"
+JOBS, ORDERED, BOUND = "8 jobs at once", "8 jobs of one order", "limit of 8 jobs"
 STAGES = {
     TORCH: "torch", OFF: "off", FIRST: "first", SECOND: "second", RESTART: "restart", JOBS: "jobs", ORDERED: "ordered",
     BOUND: "bound",

@@ -149,10 +149,11 @@ class _Rows(nn.Module):
         if lookup is None or not lookup.is_of(on_cpu):
             lookup = Lookup.of(on_cpu)
             self._check(lookup.unique)
-        step, weights = self.table.take(lookup.unique, torch.is_grad_enabled())
+        step, weights = self.table.take(lookup.unique)
         weights = weights.to(ids.device)
         if torch.is_grad_enabled():
             weights.requires_grad_()
+            self.table.wait_for_grads(step, weights)
             module = weakref.proxy(self)
 
             def gave(rows: torch.Tensor) -> None:
@@ -237,8 +238,12 @@ class _Rows(nn.Module):
         return torch.cat(found) if len(found) == len(self._nums_rows()) else None
 
 
-# torch.compile leaves it to Python, as torch.compiler.disable says; that would import the compiler.
+# torch.compile leaves it, and what it calls, to Python. torch.compiler.disable says the same, and imports the compiler.
 _Rows._rows_for._torchdynamo_disable = True  # type: ignore[attr-defined]
+_eval_frame = torch._C._dynamo.eval_frame
+if hasattr(_eval_frame, "set_code_exec_strategy"):
+    _skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(_Rows._rows_for.__code__, _eval_frame._FrameExecStrategy(_skip, _skip))
 
 
 class EmbeddingBag(_Rows):

@@ -6,7 +6,7 @@ last use is longest ago, as long as there is room nothing does. A row that was c
 
 from __future__ import annotations
 
-import collections
+import heapq
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,9 @@ class RowCache:
         self._is_dirty = np.zeros(capacity, dtype=bool)
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self.num_free = capacity
-        # (step, slots that it uses), in the order of steps.
-        self._uses: collections.deque[tuple[int, Slots]] = collections.deque()
+        # Steps and the slots that they use, a heap: the smallest step first, and of one step what was noted first.
+        self._uses: list[tuple[int, int, Slots]] = []
+        self._num_uses = 0
 
     @property
     def capacity(self) -> int:
@@ -71,27 +72,41 @@ class RowCache:
             self._is_dirty[new_slots] = False
             self._last_use[new_slots] = step
         self._last_use[slots] = np.maximum(self._last_use[slots], step)
-        self._uses.append((step, slots))
+        self._note(slots, step)
         return slots, is_new
 
-    def evict(self, num_rows: int, before_step: int) -> tuple[Ids, Slots, npt.NDArray[np.bool_]]:
+    def _note(self, slots: Slots, step: int) -> None:
+        self._num_uses += 1
+        heapq.heappush(self._uses, (step, self._num_uses, slots))
+
+    def evict(self, num_rows: int, before_step: int, waiting: Slots) -> tuple[Ids, Slots, npt.NDArray[np.bool_]]:
         """Let rows leave that no step from `before_step` on is known to need, the longest unused first.
 
         Args:
             num_rows: leave at least; fewer where no more may, some more where they were used together.
             before_step: the first step that is not over.
+            waiting: slots of rows that stay nevertheless.
 
         Returns:
             Their ids, the slots that they had, and which of them were changed.
         """
         leaving: list[Slots] = []
+        staying = [np.empty(0, dtype=np.int64)]
         count = 0
+        stays = np.zeros(len(self._id_of) if len(waiting) else 0, dtype=bool)
+        stays[waiting] = True
         while count < num_rows and self._uses and self._uses[0][0] < before_step:
-            step, slots = self._uses.popleft()
+            step, _, slots = heapq.heappop(self._uses)
             unused = slots[(self._last_use[slots] == step) & (self._id_of[slots] >= 0)]
             self._last_use[unused] = -1  # a step may have named them twice
+            if len(waiting):
+                staying.append(unused[stays[unused]])
+                unused = unused[~stays[unused]]
             leaving.append(unused)
             count += len(unused)
+        if len(stayed := np.concatenate(staying)):
+            self._last_use[stayed] = before_step - 1
+            self._note(stayed, before_step - 1)
         slots = np.concatenate(leaving) if leaving else np.empty(0, dtype=np.int64)
         ids, was_dirty = self._id_of[slots].copy(), self._is_dirty[slots].copy()
         self._slot_of[ids] = 0

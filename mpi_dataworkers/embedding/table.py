@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -149,7 +150,8 @@ class Table:
         self._known: collections.deque[_Step] = collections.deque()
         self._current: _Step | None = None
         self._num_steps = 0  # begun
-        self._is_over = True  # the step that nobody has announced, by its update
+        # Slots of rows that wait for their gradients, for as long as the tensors are there that will get them.
+        self._waiting: list[tuple[weakref.ref[torch.Tensor], Slots]] = []
         self.num_updates = self.num_changes = 0
         self._grads: list[tuple[_Step, torch.Tensor]] = []
         self.stats = TableStats()
@@ -237,26 +239,24 @@ class Table:
         """Forget what was announced: these steps do not come."""
         self._num_steps += len(self._known) + 1
         self._known.clear()
-        self._current, self._is_over = None, True
+        self._current = None
 
-    def take(self, unique: torch.Tensor, will_update: bool) -> tuple[_Step, torch.Tensor]:
+    def take(self, unique: torch.Tensor) -> tuple[_Step, torch.Tensor]:
         """Return the rows of the current step, or of one that nobody has announced; on all ranks.
 
         Args:
             unique: as in `announce`.
-            will_update: they stay here until `update`, or until the next announced step begins.
 
         Returns:
-            The step, for `give`, and weights [ids, dim].
+            The step, for `wait_for_grads` and `give`, and weights [ids, dim].
         """
         step = self._current
         is_known = step is not None and torch.equal(step.unique, unique)
         if not self._ranks.all_agree(is_known):
-            if step is None and self._is_over:
+            if step is None:
                 self._num_steps += 1
-                self._is_over = False
-            # One that is over already may leave as soon as these rows are read.
-            step = self._exchanged(unique, self._num_steps if will_update else self._num_steps - 1)
+            # One that is over already: its rows may leave as soon as they are read, unless they wait for gradients.
+            step = self._exchanged(unique, self._num_steps - 1)
         else:
             self._count(known_ahead=1)
         assert step is not None
@@ -270,13 +270,18 @@ class Table:
         weights = self._weights_of(self._rows.index_select(0, torch.from_numpy(step.slots)))
         return step, self._to_ranks(step, weights)
 
+    def wait_for_grads(self, step: _Step, weights: torch.Tensor) -> None:
+        """Keep the rows of a step here as long as this tensor is there."""
+        assert step.slots is not None
+        if self._cache is not None:
+            self._waiting.append((weakref.ref(weights), step.slots))
+
     def give(self, step: _Step, grads: torch.Tensor) -> None:
         """Add gradients [ids, dim] of the rows that `take` returned; `update` applies them."""
         self._grads.append((step, grads))
 
     def update(self) -> None:
         """Update all rows that got gradients; on all ranks."""
-        self._is_over = True
         given, self._grads = self._grads, []
         summed: list[tuple[Slots, torch.Tensor]] = []
         for step, grads in given:
@@ -390,7 +395,9 @@ class Table:
     def _make_room(self, num_rows: int, before_step: int) -> None:
         assert self._cache is not None
         assert self.client is not None
-        ids, slots, was_changed = self._cache.evict(num_rows - self._cache.num_free, before_step)
+        self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not None]
+        waiting = np.concatenate([np.empty(0, np.int64), *(slots for _, slots in self._waiting)])
+        ids, slots, was_changed = self._cache.evict(num_rows - self._cache.num_free, before_step, waiting)
         self.client.write(self.spec, ids[was_changed], self._bytes[slots[was_changed]])
 
     def _deliver(self, slots: Slots, rows: npt.NDArray[np.uint8], is_there: npt.NDArray[np.bool_]) -> None:

@@ -210,6 +210,23 @@ def test_without_servers_there_is_one_clear_error(
     assert time.monotonic() - began < 10.0
 
 
+def test_lookups_of_which_nobody_keeps_the_gradients_do_not_fill_the_cache(servers: Servers) -> None:
+    """As in an evaluation that forgets torch.no_grad(), also within a step of training."""
+    servers(1)
+    bag = _bag(cached_rows=1500)
+    whole = bag.state_dict()
+    del whole
+    data = batches(NUM_ROWS, STEPS)
+    for number, _ in enumerate(_ahead(bag, data[:4], 2)):
+        for ids, _ in data[10 * number : 10 * number + 10]:
+            bag(ids)
+    kept = [bag(ids) for ids, _ in data[:4]]
+    with pytest.raises(EmbeddingError, match="lookups that wait for"):
+        kept += [bag(ids) for ids, _ in data]
+    del kept
+    bag(data[0][0])
+
+
 def test_a_step_that_does_not_fit_is_named(servers: Servers) -> None:
     servers(1)
     bag = _bag(cached_rows=100)

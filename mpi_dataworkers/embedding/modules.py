@@ -405,7 +405,15 @@ class _Features:
 def _jagged(given: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     """Return keys, values and offsets of a KeyedJaggedTensor, or of a dict of ids [samples] or [samples, ids]."""
     if not isinstance(given, Mapping):
-        return list(given.keys()), given.values(), given.offsets()
+        keys, offsets = list(given.keys()), given.offsets()
+        if keys and (len(offsets) - 1) % len(keys):
+            raise EmbeddingError(
+                f"{len(offsets) - 1} bags of {len(keys)} features: each feature has as many bags as there are samples"
+            )
+        return keys, given.values(), offsets
+    nums_samples = {name: len(ids) for name, ids in given.items()}
+    if len(set(nums_samples.values())) > 1:
+        raise EmbeddingError(f"features of different numbers of samples: {nums_samples}. Each has ids for every sample")
     tensors = [ids[:, None] if ids.dim() == 1 else ids for ids in given.values()]
     lengths = [torch.full((len(ids),), ids.shape[1], device=ids.device) for ids in tensors]
     ends = torch.cat(lengths).cumsum(0)

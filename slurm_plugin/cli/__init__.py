@@ -123,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action = None
     name = f"hetstream {verb}" if action is None else f"hetstream {verb} {action}"
     args, unknown = build_parser(verb or "", action).parse_known_args(arguments)
+    if hasattr(args, "words") and not any(word.startswith("-") for word in unknown):
+        # argparse takes a list of words in one piece: what stands behind an option it leaves.
+        args.words, unknown = [*args.words, *unknown], []
     if unknown:
         return _refuse_option(args.of_verb, unknown[0].partition("=")[0])
     return call(name, args)

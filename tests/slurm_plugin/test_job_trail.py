@@ -98,6 +98,7 @@ def test_the_logs_of_a_job_from_any_directory(site: Site) -> None:
     assert shown.startswith(f"==> {site.job / 'master.log'} <==\nline 10\n")
     assert shown.endswith("<==\nregistered \\x1b]0;x\\x07\n"), "what a log holds does nothing to a terminal"
     assert site.run("job", "--logs", "8", "master").stdout.splitlines()[0] == "line 0"
+    assert site.run("job", "8", "--logs", "master").stdout.splitlines()[0] == "line 0"
     assert site.run("job", "--logs", "-n", "1", "7+1", "master.log").stdout == "line 29\n"
     assert site.run("job", "--logs", "--path", "7", "data-worker-0").stdout == f"{site.job / 'data-worker-0.log'}\n"
     wrong = site.run("job", "--logs", "8", "nothing", returncode=2).stderr

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import hetstream
-from hetstream.errors import ConfigError
+from hetstream.errors import ConfigError, EmbeddingError
 from tests.mpi_dataworkers.embedding.programs import batches, train
 
 NUM_ROWS = 1000
@@ -177,3 +177,13 @@ def test_a_collection_is_one_bag_for_each_feature() -> None:
     for bag, table in ((bags["user"], "users"), (bags["item"], "items")):
         assert bag.weight.grad is not None
         torch.testing.assert_close(state[f"embedding_bags.{table}.weight"], bag.weight.detach() - 0.1 * bag.weight.grad)
+
+
+def test_features_of_different_numbers_of_samples_are_refused() -> None:
+    tables = [
+        hetstream.EmbeddingBagConfig(20, 4, "users", ["user"]),
+        hetstream.EmbeddingBagConfig(30, 4, "items", ["item"]),
+    ]
+    collection = hetstream.EmbeddingBagCollection(tables, optimizer=hetstream.RowSGD(0.1))
+    with pytest.raises(EmbeddingError, match="features of different numbers of samples"):
+        collection({"user": torch.tensor([1, 2, 3, 4]), "item": torch.tensor([1, 2])})

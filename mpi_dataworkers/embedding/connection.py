@@ -8,7 +8,7 @@ import secrets
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,14 +20,17 @@ from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.process.config import num_embedding_servers_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.wire.address import parse_service, wait_for_address_file
 
+_Changes: TypeAlias = "weakref.WeakKeyDictionary[Table, int]"
+
 # In the order in which they were made, on each rank the same.
 tables: weakref.WeakSet[Table] = weakref.WeakSet()
 _lock = threading.RLock()
 _client: EmbeddingClient | None = None
 _life = ""
 _numbers = itertools.count()
-# The newest generation, and how many changes all tables had then.
-_marked: tuple[int, dict[str, Any]] | None = None
+_generations = itertools.count()
+# The newest generation, and how many changes each table had then.
+_marked: tuple[_Changes, dict[str, Any]] | None = None
 
 
 def connect(ranks: Ranks) -> EmbeddingClient | None:
@@ -63,6 +66,10 @@ def table_name(name: str | None) -> str:
         return name
 
 
+def _changes() -> _Changes:
+    return weakref.WeakKeyDictionary({table: table.num_changes for table in tables})
+
+
 def mark_generation() -> dict[str, Any]:
     """Make the rows of all tables, as they are now, a generation on the servers' disks. On all ranks.
 
@@ -75,13 +82,13 @@ def mark_generation() -> dict[str, Any]:
     global _marked
     assert _client is not None
     with _lock:
-        num_changes = sum(table.num_changes for table in tables)
-        if _marked is None or _marked[0] != num_changes:
+        changes = _changes()
+        if _marked is None or _marked[0] != changes:
             for table in tables:
                 table.write_back()
-            name = f"{_life}-{num_changes}"
+            name = f"{_life}-{next(_generations)}"
             _client.mark_generation(name)
-            _marked = num_changes, {"generation": name, "log": _client.logs[0]}
+            _marked = changes, {"generation": name, "log": _client.logs[0]}
         return dict(_marked[1])
 
 
@@ -99,9 +106,9 @@ def restore_generation(state: dict[str, Any]) -> None:
         )
     generation = {"generation": state["generation"], "log": state["log"]}
     with _lock:
-        num_changes = sum(table.num_changes for table in tables)
-        if _marked != (num_changes, generation):
+        changes = _changes()
+        if _marked != (changes, generation):
             _client.restore_generation(generation["generation"], str(Path(generation["log"])))
             for table in tables:
                 table.forget()
-        _marked = num_changes, generation
+        _marked = changes, generation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hetstream.base.errors import ConfigError
@@ -19,11 +19,15 @@ DEFAULT_STEPS = 16
 class _Module(Protocol):
     def ids_of(self, given: Callable[[Any], Any]) -> IdsOf: ...
 
+    def is_in(self, loop: object) -> bool: ...
+
+    def begin_steps(self, loop: object, lookups: Sequence[Lookup]) -> None: ...
+
     def announce(self, lookup: Lookup) -> None: ...
 
     def begin_step(self, lookup: Lookup) -> None: ...
 
-    def end_steps(self) -> None: ...
+    def end_steps(self, loop: object) -> None: ...
 
 
 class _Collate:
@@ -98,18 +102,22 @@ class lookahead:
         self._batches.load_state_dict(state)  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
+        loop = object()
         try:
-            yield from self._steps_of()
+            yield from self._steps_of(loop)
         finally:  # also where the loop is left
             for module, _ in self._modules:
-                module.end_steps()
+                module.end_steps(loop)
 
-    def _steps_of(self) -> Iterator[Any]:
+    def _steps_of(self, loop: object) -> Iterator[Any]:
         coming: collections.deque[tuple[Any, list[Lookup], Any]] = collections.deque()
         batches = iter(self._batches)
         ranks = ranks_of_program()
         has_more = True
         while True:
+            for index, (module, _) in enumerate(self._modules):
+                if not module.is_in(loop):  # this one begins, or another one has gone through steps in this one's step
+                    module.begin_steps(loop, [lookups[index] for _, lookups, _ in coming])
             while has_more and len(coming) < self._steps:
                 batch = next(batches, self)
                 has_more = batch is not self

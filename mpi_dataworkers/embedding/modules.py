@@ -6,6 +6,7 @@ gradients are those of torch's modules. Where `backward` ends, the rows are upda
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,6 @@ from hetstream.mpi_dataworkers.embedding.table import FirstRows, Initial, Table,
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 
 DEFAULT_CACHE_BYTES = 1 << 30
-_LOOKUP_WORDS = "ids are int64 or int32"
 
 
 class Lookup(NamedTuple):
@@ -97,6 +97,7 @@ class _Rows(nn.Module):
         row_bytes = 4 * (-(-shape.dim * shape.dtype.itemsize // 4) + optimizer.state_width(shape.dim))
         self.table = Table(shape, optimizer, ranks, client, max(1, cache_bytes // row_bytes), first)
         self._lookup: Lookup | None = None  # of the current step
+        self._loop: object | None = None  # that announces steps
         self._is_due = False
         connection.tables.add(self.table)
 
@@ -118,6 +119,18 @@ class _Rows(nn.Module):
         """From the first argument of `forward` to flat ids."""
         return flat_ids
 
+    def is_in(self, loop: object) -> bool:
+        """Return whether the steps that are announced are those of a loop."""
+        return self._loop is loop
+
+    def begin_steps(self, loop: object, lookups: Sequence[Lookup]) -> None:
+        """Announce what the coming steps of a loop look up, and forget what another one has announced."""
+        if self._loop is not None:
+            self.end_steps(self._loop)
+        self._loop = loop
+        for lookup in lookups:
+            self.announce(lookup)
+
     def announce(self, lookup: Lookup) -> None:
         """See `Table.announce`."""
         self._check(lookup.unique)
@@ -128,10 +141,11 @@ class _Rows(nn.Module):
         self._lookup = lookup
         self.table.begin_step()
 
-    def end_steps(self) -> None:
-        """See `Table.end_steps`."""
-        self._lookup = None
-        self.table.end_steps()
+    def end_steps(self, loop: object) -> None:
+        """Forget what a loop has announced; nothing where another one announces. See `Table.end_steps`."""
+        if self._loop is loop:
+            self._loop = self._lookup = None
+            self.table.end_steps()
 
     def _check(self, unique: torch.Tensor) -> None:
         if len(unique) and not 0 <= int(unique[0]) <= int(unique[-1]) < self.table.num_rows:
@@ -142,8 +156,11 @@ class _Rows(nn.Module):
 
     def _rows_for(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a table of the rows that flat ids name, and where each is in it."""
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise EmbeddingError(f"ids of dtype {ids.dtype}: {_LOOKUP_WORDS}")
+        _check_dtype(ids)
+        if self._is_due and cast(Any, torch._C)._current_graph_task_id() < 0:
+            # The backward before has failed, so nothing was updated where it should have ended.
+            self._is_due = False
+            self.table.drop_grads()
         on_cpu = ids.detach().to("cpu", torch.int64)
         lookup = self._lookup
         if lookup is None or not lookup.is_of(on_cpu):
@@ -165,6 +182,7 @@ class _Rows(nn.Module):
     def _give(self, step: Any, rows: torch.Tensor) -> None:
         grads, rows.grad = rows.grad, None
         assert grads is not None
+        grads = grads.detach()  # backward(create_graph=True)
         if grads.is_sparse:
             grads = grads.coalesce()
             whole = torch.zeros(rows.shape, dtype=grads.dtype)
@@ -209,8 +227,15 @@ class _Rows(nn.Module):
         text = state_dict.get(f"{prefix}table")
         state = json.loads(bytes(text.tolist())) if text is not None else {}
         shape = (self.table.num_rows, self.table.dim)
+        optimizer_state = state_dict.get(f"{prefix}optimizer_state")
+        state_shape = (self.table.num_rows, self.table.optimizer.state_width(self.table.dim))
         if weights is not None and tuple(weights.shape) != shape:
             error_msgs.append(f"{prefix}weight has shape {tuple(weights.shape)}, and the table {shape}")
+        elif optimizer_state is not None and tuple(optimizer_state.shape) != state_shape:
+            error_msgs.append(
+                f"{prefix}optimizer_state has shape {tuple(optimizer_state.shape)}, and that of this table's optimizer "
+                f"{state_shape}: give the table the optimizer that it was saved with, or leave optimizer_state out"
+            )
         elif weights is None and "generation" not in state:
             missing_keys += self._weight_keys(prefix)
         else:
@@ -218,7 +243,7 @@ class _Rows(nn.Module):
                 if state:
                     self.table.set_state(state)
                 if weights is not None:
-                    self.table.set_all_rows(weights, state_dict.get(f"{prefix}optimizer_state"))
+                    self.table.set_all_rows(weights, optimizer_state)
                 else:
                     connection.restore_generation(state)
             except EmbeddingError as error:
@@ -296,7 +321,7 @@ class EmbeddingBag(_Rows):
                 "max_norm, scale_grad_by_freq and _weight: rows on servers have none of these. Use "
                 "torch.nn.EmbeddingBag, or load weights with load_state_dict"
             )
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.padding_idx = _padded_row(padding_idx, num_embeddings)
         shape = _shape(name, num_embeddings, embedding_dim, dtype)
         super().__init__(
             shape, optimizer, cache_bytes, FirstRows(new_rows, [(num_embeddings, initial)], self.padding_idx)
@@ -359,7 +384,7 @@ class Embedding(_Rows):
                 "max_norm, scale_grad_by_freq and _weight: rows on servers have none of these. Use torch.nn.Embedding, "
                 "or load weights with load_state_dict"
             )
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.padding_idx = _padded_row(padding_idx, num_embeddings)
         shape = _shape(name, num_embeddings, embedding_dim, dtype)
         super().__init__(
             shape, optimizer, cache_bytes, FirstRows(new_rows, [(num_embeddings, initial)], self.padding_idx)
@@ -383,23 +408,33 @@ class _Features:
     """Which rows of one table the features of a collection's argument are.
 
     Attributes:
-        first_row: of each feature's table.
+        rows: of each feature's table.
     """
 
-    first_row: dict[str, int]
+    rows: dict[str, range]
 
     def __call__(self, given: Any) -> torch.Tensor:
         keys, values, offsets = _jagged(given)
-        at = offsets[:: max(1, (len(offsets) - 1) // len(keys))] if keys else offsets[:1]
-        first = torch.tensor([self._first(key) for key in keys], dtype=torch.int64, device=values.device)
-        return values.to(torch.int64) + first.repeat_interleave(at.diff())
-
-    def _first(self, key: str) -> int:
-        if key not in self.first_row:
-            raise EmbeddingError(
-                f"feature {key!r} is of no table; those of this collection: {', '.join(self.first_row)}"
+        _check_dtype(values)
+        samples = (len(offsets) - 1) // len(keys)
+        num_ids = offsets[torch.arange(len(keys) + 1, device=offsets.device) * samples].diff()
+        first, num_rows = (
+            torch.tensor(numbers, device=values.device).repeat_interleave(num_ids.to(values.device))
+            for numbers in zip(*[(self._rows(key).start, len(self._rows(key))) for key in keys], strict=True)
+        )
+        wrong = ((values < 0) | (values >= num_rows)).nonzero()
+        if len(wrong):
+            at = int(wrong[0, 0])
+            key = keys[int((num_ids.cumsum(0) <= at).sum())]
+            raise IndexError(
+                f"feature {key}: there is no row {int(values[at])}, its ids are 0 to {len(self._rows(key)) - 1}"
             )
-        return self.first_row[key]
+        return values.to(torch.int64) + first
+
+    def _rows(self, key: str) -> range:
+        if key not in self.rows:
+            raise EmbeddingError(f"feature {key!r} is of no table; those of this collection: {', '.join(self.rows)}")
+        return self.rows[key]
 
 
 def _jagged(given: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
@@ -469,11 +504,19 @@ class EmbeddingBagCollection(_Rows):
                 "Make one collection for each"
             )
         self._table_names = [table.name for table in tables]
+        features = [feature for table in tables for feature in table.feature_names]
+        for what, names in (("table", self._table_names), ("feature", features)):
+            if len({*names}) < len(names):
+                raise ConfigError(f"{what}s {', '.join(names)}: each {what} of a collection has a name of its own")
         self._sizes = [int(table.num_embeddings) for table in tables]
         self.mode = modes.pop()
         firsts = [sum(self._sizes[:index]) for index in range(len(tables))]
         self._features = _Features(
-            {feature: first for table, first in zip(tables, firsts, strict=True) for feature in table.feature_names}
+            {
+                feature: range(first, first + size)
+                for table, first, size in zip(tables, firsts, self._sizes, strict=True)
+                for feature in table.feature_names
+            }
         )
         fills = [
             getattr(table, "init_fn", None) or _uniform(size) for table, size in zip(tables, self._sizes, strict=True)
@@ -506,7 +549,7 @@ class EmbeddingBagCollection(_Rows):
             sparse=sparse,
             include_last_offset=True,
         )
-        pooled = bags.reshape(len(keys), -1, self.table.dim)
+        pooled = bags.reshape(len(keys), len(bags) // len(keys), self.table.dim)
         if isinstance(features, Mapping):
             return dict(zip(keys, pooled, strict=True))
         from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -527,7 +570,20 @@ def _shape(name: str | None, num_rows: int, dim: int, dtype: torch.dtype | None)
 def _uniform(num_rows: int) -> Initial:
     """As torchrec, where a table names nothing."""
     bound = num_rows**-0.5
-    return lambda weights: nn.init.uniform_(weights, -bound, bound)
+    return functools.partial(nn.init.uniform_, a=-bound, b=bound)
+
+
+def _padded_row(padding_idx: int | None, num_rows: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_rows <= padding_idx < num_rows:
+        raise ConfigError(f"padding_idx={padding_idx}: a row from {-num_rows} to {num_rows - 1}")
+    return padding_idx % num_rows
+
+
+def _check_dtype(ids: torch.Tensor) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise EmbeddingError(f"ids of dtype {ids.dtype}: ids are int64 or int32")
 
 
 def _place_of(row: int, ids: torch.Tensor, inverse: torch.Tensor) -> int | None:

@@ -116,6 +116,12 @@ class RowCache:
         self.num_free += len(slots)
         return ids, slots, was_dirty
 
+    def release(self, from_step: int, as_of: int) -> None:
+        """Take back the claims of steps from `from_step` on, as if step `as_of` had been the last to use their rows."""
+        self._uses = sorted((as_of if step >= from_step else step, number, slots) for step, number, slots in self._uses)
+        for step, _, slots in self._uses:
+            self._last_use[slots] = step
+
     def ids_at(self, slots: Slots) -> Ids:
         """Return whose rows are there."""
         return self._id_of[slots]

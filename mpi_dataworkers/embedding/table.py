@@ -99,6 +99,8 @@ class _Step:
         asked: for each rank, where the ids that it needs of this one are in `owned`.
         owned: ids that any rank needs of this one.
         slots: of these; None until they have places.
+        claim: which claim of the table gave it these places.
+        pending: rows that were asked for then.
     """
 
     def __init__(self, number: int, unique: torch.Tensor) -> None:
@@ -109,6 +111,7 @@ class _Step:
         self.asked: list[torch.Tensor] = []
         self.owned: Ids = np.empty(0, np.int64)
         self.slots: Slots | None = None
+        self.claim = 0
         self.pending: PendingRows | None = None
 
 
@@ -125,7 +128,7 @@ class Table:
 
     Attributes:
         num_updates: steps that rows were updated in, of this and earlier processes.
-        num_changes: of this process alone.
+        num_changes: times that rows were changed, in this process alone.
     """
 
     def __init__(
@@ -145,8 +148,10 @@ class Table:
         num_owned = len(range(ranks.rank, num_rows, ranks.size))
         self._cache = RowCache(num_rows, min(cache_rows, num_owned)) if client is not None else None
         self._rows = torch.zeros(num_owned if self._cache is None else self._cache.capacity, self._words)
-        self._bytes = self._rows.numpy().view(np.uint8)
         self._first, self._seed = first, 0
+        # Steps whose rows were asked for and may not have come.
+        self._asked: list[_Step] = []
+        self._num_claims = 0
         self._known: collections.deque[_Step] = collections.deque()
         self._current: _Step | None = None
         self._num_steps = 0  # begun
@@ -170,6 +175,18 @@ class Table:
                 for start in range(0, len(ids), 1 << 18):
                     part = ids[start : start + (1 << 18)]
                     self._bytes[part // ranks.size] = self._drawn(part)
+
+    @property
+    def _bytes(self) -> npt.NDArray[np.uint8]:
+        return self._rows.numpy().view(np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.client is not None:
+            raise EmbeddingError(
+                f"table {self.spec.name} can be neither copied nor pickled: its rows are on embedding servers. "
+                "Save the module's state_dict() and load that into another one"
+            )
+        return self.__dict__
 
     # --- initial rows ----------------------------------------------------------------------------------------------
 
@@ -263,10 +280,8 @@ class Table:
         if step.slots is None:
             self._claim(step, must=True)
         assert step.slots is not None
-        if step.pending is not None:
-            assert self.client is not None
-            self._count(wait_s=self.client.wait(step.pending))
-            step.pending = None
+        # Also those that other steps have asked for, which may be its own.
+        self._await_rows([other for other in self._asked if other.claim <= step.claim])
         weights = self._weights_of(self._rows.index_select(0, torch.from_numpy(step.slots)))
         return step, self._to_ranks(step, weights)
 
@@ -279,10 +294,17 @@ class Table:
     def give(self, step: _Step, grads: torch.Tensor) -> None:
         """Add gradients [ids, dim] of the rows that `take` returned; `update` applies them."""
         self._grads.append((step, grads))
+        self.wait_for_grads(step, grads)
 
     def update(self) -> None:
         """Update all rows that got gradients; on all ranks."""
         given, self._grads = self._grads, []
+        for step, grads in given:
+            assert step.slots is not None
+            if self._cache is not None and not np.array_equal(self._cache.find(step.owned), step.slots):
+                self._claim(step, must=True)  # the table was restored since
+                self.wait_for_grads(step, grads)
+                self._await_rows([step] if step.pending is not None else [])
         summed: list[tuple[Slots, torch.Tensor]] = []
         for step, grads in given:
             assert step.slots is not None
@@ -310,6 +332,10 @@ class Table:
         self._rows.index_copy_(0, at, records)
         if self._cache is not None:
             self._cache.changed(slots)
+
+    def drop_grads(self) -> None:
+        """Forget gradients that `update` has not applied: their `backward` failed."""
+        self._grads.clear()
 
     def _weights_of(self, records: torch.Tensor) -> torch.Tensor:
         return records.view(self.dtype)[:, : self.dim]
@@ -374,27 +400,56 @@ class Table:
         assert self.client is not None
         claimed = self._cache.claim(step.owned, step.number)
         if claimed is None:
-            self._make_room(len(step.owned), self._num_steps)
-            claimed = self._cache.claim(step.owned, step.number)
+            claimed = self._claim_in_room(step)
+        if claimed is None and must:
+            self._release_known()
+            claimed = self._claim_in_room(step)
         if claimed is None:
             if must:
                 raise EmbeddingError(
                     f"table {self.spec.name}: a step needs {len(step.owned)} rows of this rank, and there is memory "
-                    f"for {self._cache.capacity} in all, beside those of coming steps and of lookups that wait for "
-                    f"gradients. Give the table more, such as cache_bytes={8 * len(step.owned) * self.spec.row_bytes}; "
+                    f"for {self._cache.capacity} in all, beside those of lookups that wait for gradients. "
+                    f"Give the table more, such as cache_bytes={8 * len(step.owned) * self.spec.row_bytes}; "
                     "look up under torch.no_grad() where no backward follows"
                 )
             return False
         step.slots, is_new = claimed
+        self._num_claims += 1
+        step.claim = self._num_claims
         missing = np.flatnonzero(is_new)
         self._count(looked_up=len(step.owned), hits=len(step.owned) - len(missing))
         if len(missing):
             step.pending = self.client.read(self.spec, step.owned[missing], step.slots[missing], self._deliver)
+            self._asked.append(step)
         return True
+
+    def _claim_in_room(self, step: _Step) -> tuple[Slots, npt.NDArray[np.bool_]] | None:
+        assert self._cache is not None
+        self._make_room(len(step.owned), self._num_steps)
+        return self._cache.claim(step.owned, step.number)
+
+    def _release_known(self) -> None:
+        """Let a lookup that nobody announced have the places of coming steps, which claim them again."""
+        assert self._cache is not None
+        self._await_rows(list(self._asked))
+        self._cache.release(self._num_steps + 1, self._num_steps - 1)
+        for step in self._known:
+            step.slots = None
+
+    def _await_rows(self, steps: list[_Step]) -> None:
+        """Wait for rows that steps have asked for."""
+        for step in steps:
+            assert self.client is not None
+            assert step.pending is not None
+            self._count(wait_s=self.client.wait(step.pending))
+            self._asked.remove(step)
+            step.pending = None
 
     def _make_room(self, num_rows: int, before_step: int) -> None:
         assert self._cache is not None
         assert self.client is not None
+        # A step that is over may have looked nothing up. Rows that come after they left would be another id's.
+        self._await_rows([step for step in self._asked if step.number < before_step])
         self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not None]
         waiting = np.concatenate([np.empty(0, np.int64), *(slots for _, slots in self._waiting)])
         ids, slots, was_changed = self._cache.evict(num_rows - self._cache.num_free, before_step, waiting)
@@ -428,7 +483,9 @@ class Table:
                 "before the loop over hetstream.lookahead begins"
             )
         if self._cache is not None:
+            self._await_rows(list(self._asked))
             self._cache.clear()
+            self._waiting.clear()
         self._current = None
 
     def state(self) -> dict[str, Any]:
@@ -463,4 +520,5 @@ class Table:
         own = torch.arange(self._ranks.rank, self.num_rows, self._ranks.size)
         for part in torch.split(own, max(1, _CHUNK_NUMBERS // self.dim)):
             self._put(part.numpy(), self._records(weights[part], None if state is None else state[part]))
+        self.num_changes += 1
         self.forget()

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from hetstream.mpi_dataworkers.embedding import connection
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from tests.mpi_dataworkers.conftest import Zygote
 from tests.mpi_dataworkers.embedding.servers import Client, Server, new_service
 
 MakeServer = Callable[[str], Server]
 MakeClient = Callable[..., Client]
+Servers = Callable[..., list[Server]]
 
 
 @pytest.fixture
@@ -54,3 +56,25 @@ def client_of(address: ServiceAddress) -> Iterator[MakeClient]:
     """A function that makes a client of a rank with tables; closed after the test."""
     with ExitStack() as made:
         yield lambda rank, *tables: made.enter_context(Client(address, rank, tables))
+
+
+@pytest.fixture
+def servers(address: ServiceAddress, server_of: MakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    """A function that starts so many servers, which this process then uses; each call is another run of a program."""
+
+    def start(count: int, first: int = 0) -> list[Server]:
+        end_connection()
+        made = [server_of(f"s{number}").start() for number in range(first, first + count)]
+        monkeypatch.setenv("HETSTREAM_SERVICE", f"file:{address.file}")
+        monkeypatch.setenv("HETSTREAM_EMBEDDING_SERVERS", str(count))
+        return made
+
+    yield start
+    end_connection()
+
+
+def end_connection() -> None:
+    """Let the next table connect anew."""
+    if connection._client is not None:
+        connection._client.close()
+    connection._client = connection._marked = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -187,3 +189,72 @@ def test_features_of_different_numbers_of_samples_are_refused() -> None:
     collection = hetstream.EmbeddingBagCollection(tables, optimizer=hetstream.RowSGD(0.1))
     with pytest.raises(EmbeddingError, match="features of different numbers of samples"):
         collection({"user": torch.tensor([1, 2, 3, 4]), "item": torch.tensor([1, 2])})
+
+
+class _FailsOnce(torch.autograd.Function):
+    failed = False
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if not _FailsOnce.failed:
+            _FailsOnce.failed = True
+            raise MemoryError("out of memory")
+        return grad
+
+
+def test_rows_are_updated_after_a_backward_that_failed() -> None:
+    embedding = hetstream.Embedding(10, 4, optimizer=hetstream.RowSGD(0.5))
+    weight = embedding.state_dict()["weight"].clone()
+    fails_later = _FailsOnce.apply(nn.Linear(4, 4)(torch.ones(4)))
+    with pytest.raises(MemoryError):
+        (fails_later.sum() + embedding(torch.tensor([1, 2])).sum()).backward()
+    embedding(torch.tensor([2, 3])).sum().backward()
+    weight[2:4] -= 0.5
+    assert torch.equal(embedding.state_dict()["weight"], weight)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_has_rows_of_its_own(copied: Callable[[Any], Any]) -> None:
+    configs = [hetstream.EmbeddingBagConfig(20, 4, "users", ["user"])]
+    collection = hetstream.EmbeddingBagCollection(configs, optimizer=hetstream.RowSGD(0.1))
+    other = copied(collection)
+    before = collection({"user": torch.arange(20)})["user"].detach()
+    assert torch.equal(other({"user": torch.arange(20)})["user"], before)
+    other.load_state_dict({"embedding_bags.users.weight": torch.ones(20, 4)})
+    assert torch.equal(other({"user": torch.arange(20)})["user"], torch.ones(20, 4))
+    assert torch.equal(collection({"user": torch.arange(20)})["user"], before)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    adagrad = hetstream.Embedding(10, 4, optimizer=hetstream.RowWiseAdagrad(0.1))
+    adam = hetstream.Embedding(10, 4, optimizer=hetstream.RowAdam(0.1))
+    with pytest.raises(RuntimeError, match=r"optimizer_state has shape \(10, 1\).*optimizer \(10, 8\)"):
+        adam.load_state_dict(adagrad.state_dict())
+
+
+def test_wrong_features_and_padding_are_named() -> None:
+    configs = [
+        hetstream.EmbeddingBagConfig(20, 4, "users", ["user"]),
+        hetstream.EmbeddingBagConfig(30, 4, "items", ["item", "seen"]),
+    ]
+    collection = hetstream.EmbeddingBagCollection(configs, optimizer=hetstream.RowSGD(0.1))
+    ids = torch.tensor([0, 1])
+    with pytest.raises(IndexError, match="feature user: there is no row 20, its ids are 0 to 19"):
+        collection({"item": ids, "user": torch.tensor([19, 20])})
+    with pytest.raises(IndexError, match="feature seen: there is no row -1, its ids are 0 to 29"):
+        collection({"user": ids, "item": ids, "seen": torch.tensor([[0, 1], [2, -1]])})
+    with pytest.raises(EmbeddingError, match=r"ids of dtype torch\.float32"):
+        collection({"user": torch.tensor([1.7])})
+    empty = collection({"user": ids[:0], "seen": ids[:0].reshape(0, 3)})
+    assert {name: tuple(rows.shape) for name, rows in empty.items()} == {"user": (0, 4), "seen": (0, 4)}
+    with pytest.raises(ConfigError, match="each feature of a collection has a name of its own"):
+        hetstream.EmbeddingBagCollection(
+            [configs[0], hetstream.EmbeddingBagConfig(5, 4, "more", ["user"])], optimizer=hetstream.RowSGD(0.1)
+        )
+    for padding_idx in (10, -11):
+        with pytest.raises(ConfigError, match=f"padding_idx={padding_idx}: a row from -10 to 9"):
+            hetstream.Embedding(10, 4, padding_idx=padding_idx, optimizer=hetstream.RowSGD(0.1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +16,12 @@ from hetstream.errors import EmbeddingError
 from hetstream.mpi_dataworkers.embedding import client as client_module
 from hetstream.mpi_dataworkers.embedding import connection
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
-from tests.mpi_dataworkers.embedding.conftest import MakeServer
+from tests.mpi_dataworkers.embedding.conftest import MakeServer, Servers, end_connection
 from tests.mpi_dataworkers.embedding.programs import batches, train
-from tests.mpi_dataworkers.embedding.servers import Server, until
+from tests.mpi_dataworkers.embedding.servers import until
 
 NUM_ROWS, DIM, STEPS = 5000, 16, 60
 ROW_BYTES = 4 * (DIM + 1)
-Servers = Callable[..., list[Server]]
-
-
-@pytest.fixture
-def servers(address: ServiceAddress, server_of: MakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
-    """A function that starts so many servers, which this process then uses; each call is another run of a program."""
-
-    def start(count: int, first: int = 0) -> list[Server]:
-        _end_connection()
-        made = [server_of(f"s{number}").start() for number in range(first, first + count)]
-        monkeypatch.setenv("HETSTREAM_SERVICE", f"file:{address.file}")
-        monkeypatch.setenv("HETSTREAM_EMBEDDING_SERVERS", str(count))
-        return made
-
-    yield start
-    _end_connection()
-
-
-def _end_connection() -> None:
-    if connection._client is not None:
-        connection._client.close()
-    connection._client = connection._marked = None
 
 
 def _bag(cached_rows: int = 1500, **options: Any) -> hetstream.EmbeddingBag:
@@ -183,7 +160,7 @@ def test_training_goes_on_from_a_generation(servers: Servers, expected: list[flo
     with pytest.raises(RuntimeError, match="another name"):
         other.load_state_dict(state)
     del other
-    _end_connection()
+    end_connection()
     again = _bag(name="first")
     again.load_state_dict(state)
     head.load_state_dict(kept)

@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 # A server that does not answer for this long is asked again; each time twice as long.
 _ASK_AGAIN_S, _MOST_ASK_AGAIN_S = 2.0, 30.0
+# One whose file is not written anew for this long is asked whether it is there.
+_SILENT_S = 3.0
 # A server that cannot be reached for this long does not come back: another one adopts its parts.
 LOST_AFTER_S = 15.0
 # Servers that come later join when they have been there for this long, so that those that start together do so at once.
@@ -123,6 +125,7 @@ class _Server:
     since: float = field(default_factory=time.monotonic)
     unreachable_since: float | None = None
     asked_at: float = 0.0
+    heard_at: float = field(default_factory=time.monotonic)
     ask_again_s: float = _ASK_AGAIN_S
 
     @property
@@ -474,7 +477,12 @@ class EmbeddingClient:
                 # To look for one that does not write its file either could take seconds.
                 is_there = registration.written_s != server.registration.written_s
                 server.registration = registration
+                if is_there:
+                    server.heard_at = now
                 if is_there and not server.is_open:
+                    self._open(server)
+                # So one is missed, too, to which nothing is owed.
+                if server.is_open and now > max(server.heard_at, server.tried_at) + _SILENT_S:
                     self._open(server)
             waits = server.is_open and (server.reads or server.kept)
             if waits and now > server.asked_at + server.ask_again_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import secrets
 import threading
@@ -61,6 +62,8 @@ def table_name(name: str | None) -> str:
     """
     with _lock:
         name = f"table-{next(_numbers)}" if name is None else name
+        if any(table.spec.name == name for table in tables):
+            gc.collect()  # that of a model that nobody has any more
         if any(table.spec.name == name for table in tables):
             raise ConfigError(f"name={name!r}: another embedding table of this process has it. Give each its own")
         return name

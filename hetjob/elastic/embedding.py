@@ -19,6 +19,7 @@ from statistics import median_low
 
 import numpy as np
 
+from hetstream.base.text import count_words
 from hetstream.hetjob.elastic.controller import RefusalBackoff
 from hetstream.hetjob.elastic.memory import theil_sen
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits
@@ -120,9 +121,9 @@ class EmbeddingController:
         if not servers:
             return _hold("no embedding server has told what it has")
         if leaving := snapshot.of(CompanionState.DRAINING):
-            return _hold(f"{len(leaving)} embedding servers are leaving")
+            return _hold(f"{count_words(len(leaving), 'embedding server')} about to leave")
         if coming := snapshot.of(CompanionState.PENDING, CompanionState.STARTING):
-            return _hold(f"{len(coming)} embedding servers are on their way")
+            return _hold(f"{count_words(len(coming), 'embedding server')} on the way")
         if now - self._steady_since < SETTLE_S:
             return _hold(f"embedding servers have come or gone within {SETTLE_S:g} s")
         why = self._why_more(servers, now)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hetstream.base.text import count_words
 from hetstream.hetjob.elastic.controller import ControllerState
 from hetstream.hetjob.elastic.embedding import EmbeddingController, EmbeddingSnapshot, ServerLoad
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits
@@ -132,7 +133,7 @@ class ElasticEmbedding(CompanionKeeper):
             for state in CompanionState
             if state is not CompanionState.WORKING and snapshot.of(state)
         ]
-        counts = ", ".join([f"{len(snapshot.servers)} embedding servers", *states])
+        counts = ", ".join([count_words(len(snapshot.servers), "embedding server"), *states])
         return f"{counts}, allowed {limits.minimum}-{limits.maximum}; {decision.reason}"
 
 

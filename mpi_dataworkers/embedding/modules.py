@@ -536,7 +536,8 @@ class EmbeddingBagCollection(_Rows):
             features: a `KeyedJaggedTensor`, or a dict of ids [samples] or [samples, ids].
 
         Returns:
-            torchrec's `KeyedTensor` for the first, a dict of [samples, embedding_dim] for the second.
+            torchrec's `KeyedTensor` for the first, with the features in the order of the tables; for the second a dict
+            of [samples, embedding_dim] in its own order.
         """
         keys, values, offsets = _jagged(features)
         weights, inverse = self._rows_for(self._features(features))
@@ -554,7 +555,9 @@ class EmbeddingBagCollection(_Rows):
             return dict(zip(keys, pooled, strict=True))
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
-        return KeyedTensor(keys, [self.table.dim] * len(keys), pooled.transpose(0, 1).flatten(1))
+        ordered = sorted(keys, key=list(self._features.rows).index)
+        pooled = pooled[[keys.index(key) for key in ordered]]
+        return KeyedTensor(ordered, [self.table.dim] * len(keys), pooled.transpose(0, 1).flatten(1))
 
     def _weight_keys(self, prefix: str) -> list[str]:
         return [f"{prefix}embedding_bags.{name}.weight" for name in self._table_names]

@@ -241,7 +241,7 @@ def test_how_long_a_companion_takes_is_learnt_and_nothing_is_asked_meanwhile() -
     watched = Watched()
     assert watched.after(100, lambda _: (0.9, 0.9)).action is Action.GROW
     coming = watched.after(20, lambda _: (0.9, 0.9, 0.0), jobs=1, state=CompanionState.PENDING)
-    assert coming.reason == "1 embedding servers are on their way"
+    assert coming.reason == "1 embedding server on the way"
     assert watched.after(SETTLE_S - 1, lambda _: (0.6, 0.6, 0.6), jobs=1).action is Action.HOLD, "parts move"
     assert watched.controller.start_s == 20.0
     began = watched.now
@@ -275,7 +275,7 @@ def test_the_newest_leaves_when_half_would_be_enough_and_no_fixed_one() -> None:
     assert (decision.action, decision.jobs) == (Action.DRAIN, ("1001",))
     assert decision.reason == "without the newest embedding server the others would have 33% of their memory in use"
     leaving = watched.after(5, lambda _: (0.3, 0.3, 0.2, 0.2), jobs=2, state=CompanionState.DRAINING)
-    assert leaving.reason == "1 embedding servers are leaving"
+    assert leaving.reason == "1 embedding server about to leave"
     assert Watched().after(2 * CALM_S, lambda _: (0.0, 0.0)).action is Action.HOLD
 
 

@@ -58,7 +58,7 @@ def test_embedding_servers_come_first_and_come_back() -> None:
     assert state.handle(ChildEnded(embedding_server(1), -9), 2) == []
     assert state.next_due() == 2.5
     (again,) = state.handle(ClockReached(), 2.5)
-    assert again == StartEmbeddingServer(1, "it ended 1 time(s) in a row")
+    assert again == StartEmbeddingServer(1, "it ended 1 time in a row")
 
 
 def test_what_ends_is_started_again_after_a_delay_that_grows() -> None:

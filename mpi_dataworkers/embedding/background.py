@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hetstream.base.files import Directory
@@ -17,7 +17,7 @@ from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.transports.base import AT_ONCE, PeerUnreachable
 from hetstream.mpi_dataworkers.transports.choice import TransportSender
 from hetstream.mpi_dataworkers.wire.address import has_ended
-from hetstream.mpi_dataworkers.wire.codec import Buffer, size_of
+from hetstream.mpi_dataworkers.wire.codec import Buffer
 from hetstream.mpi_dataworkers.wire.messages import AdoptParts, EmbeddingMessage, EmbeddingTable, RestoreGeneration
 
 _log = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ _REGISTER_S = 1.0
 LINGER_S = 2.0
 # Pieces of another server's log that are read ahead.
 _AHEAD_CHUNKS = 4
-# How soon a reader of a log notices that nobody wants its rows any more.
-_LOOK_S = 0.25
 
 Frames = Sequence[Buffer]
+Piece = tuple[EmbeddingMessage, Frames]
+FromLog = AdoptParts | RestoreGeneration
 
 
 class Outbox:
@@ -40,34 +40,26 @@ class Outbox:
         key: the job's batch key in hex.
         server: name of this server.
         receivers: addresses of the peer, best transport first.
-        changed: called from the thread when something was sent, or nothing can be sent any more.
+        pieces: what is sent; without them, what is put.
 
     Attributes:
         is_over: nothing is sent any more.
-        why_lost: why the peer cannot be reached, or "".
     """
 
-    def __init__(self, key: str, server: str, receivers: tuple[str, ...], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, key: str, server: str, receivers: tuple[str, ...], pieces: Iterator[Piece] | None = None
+    ) -> None:
         self.receivers = receivers
-        self.is_over = False
-        self.why_lost = ""
-        self._num_put = self._num_sent = 0  # bytes
-        self._is_abandoned = False
-        self._changed = changed
-        self._queue: queue.SimpleQueue[tuple[EmbeddingMessage, Frames] | None] = queue.SimpleQueue()
-        sender = TransportSender(key, server)
-        self._thread = threading.Thread(target=self._run, args=(sender,), name="hetstream-answers", daemon=True)
+        self.is_over = self._is_abandoned = False
+        self._queue: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._pieces = iter(self._queue.get, None) if pieces is None else pieces
+        self._sender = TransportSender(key, server)
+        self._thread = threading.Thread(target=self._run, name="hetstream-answers", daemon=True)
         self._thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        """Bytes that have not left."""
-        return self._num_put - self._num_sent
 
     def put(self, header: EmbeddingMessage, frames: Frames = ()) -> None:
         """Send a message, unless the peer is lost."""
         if not self.is_over:
-            self._num_put += sum(map(size_of, frames))
             self._queue.put((header, frames))
 
     def finish(self) -> None:
@@ -83,79 +75,59 @@ class Outbox:
         """Wait for the end of its thread until then, on the monotonic clock, s."""
         self._thread.join(max(0.0, until - time.monotonic()))
 
-    def _run(self, sender: TransportSender) -> None:
+    def _run(self) -> None:
+        is_lost = False
         try:
-            while (item := self._queue.get()) is not None and not self._is_abandoned:
-                header, frames = item
-                sender.send(self.receivers, header, frames)
-                self._num_sent += sum(map(size_of, frames))
-                self._changed()
+            for header, frames in self._pieces:
+                if self._is_abandoned:
+                    break
+                self._sender.send(self.receivers, header, frames)
         except PeerUnreachable as error:
-            self.why_lost = str(error)
+            is_lost = True
+            _log.warning("%s cannot be reached any more: %s", self.receivers, error)
         finally:
-            at_once = self._is_abandoned or self.why_lost
-            sender.close(AT_ONCE if at_once else time.monotonic() + LINGER_S)
+            self._sender.close(AT_ONCE if is_lost or self._is_abandoned else time.monotonic() + LINGER_S)
             self.is_over = True
-            self._changed()
 
 
-class Load:
-    """Reads parts from logs in a thread: it looks whether they are there, waits for `go`, and then reads their rows.
+class Loader:
+    """Reads parts from logs, each in a thread of its own.
 
-    Attributes:
-        is_found: they are there.
-        error: why they are not, or what was wrong with the rows.
-        has_begun: the rows are wanted.
-        chunks: of rows; None behind the last one.
+    Args:
+        changed: called from a thread when there is more to take.
     """
 
-    def __init__(
-        self, said: AdoptParts | RestoreGeneration, tables: Sequence[EmbeddingTable], changed: Callable[[], None]
-    ) -> None:
-        self.said = said
-        self.is_found = self.has_begun = False
-        self.error = ""
-        self.chunks: queue.Queue[Chunk | None] = queue.Queue(_AHEAD_CHUNKS)
-        self._tables, self._changed = tables, changed
-        self._go = threading.Event()
-        self._is_cancelled = False
-        threading.Thread(target=self._run, name="hetstream-load", daemon=True).start()
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        # Rows of what was asked for; behind the last: "", or why they cannot be had.
+        self._read: queue.Queue[tuple[FromLog, Chunk | str]] = queue.Queue(_AHEAD_CHUNKS)
 
-    def go(self) -> None:
-        """Read the rows."""
-        self.has_begun = True
-        self._go.set()
+    def load(self, said: FromLog, parts: Sequence[int], tables: Sequence[EmbeddingTable]) -> None:
+        """Begin to read parts."""
+        threading.Thread(target=self._load, args=(said, parts, tables), name="hetstream-load", daemon=True).start()
 
-    def cancel(self) -> None:
-        """Read no more."""
-        self._is_cancelled = True
-        self._go.set()
+    def take(self) -> tuple[FromLog, Chunk | str] | None:
+        """Return what was read, if there is anything."""
+        try:
+            return self._read.get_nowait()
+        except queue.Empty:
+            return None
 
-    def _run(self) -> None:
-        said, folder = self.said, Path(self.said.log)
+    def _load(self, said: FromLog, parts: Sequence[int], tables: Sequence[EmbeddingTable]) -> None:
+        folder, end = Path(said.log), ""
         try:
             if isinstance(said, RestoreGeneration):
-                rows = parts_of_generation(folder, said.name, said.parts, self._tables)
+                rows = parts_of_generation(folder, said.name, parts, tables)
             else:
-                rows = parts_now(folder, said.client, said.parts, self._tables)
-            self.is_found = True
-            self._changed()
-            self._go.wait()
+                rows = parts_now(folder, said.client, parts, tables)
             for chunk in rows:
-                if self._is_cancelled:
-                    return
-                self._put(chunk)
+                self._put(said, chunk)
         except (EmbeddingError, OSError) as error:
-            self.error = str(error)
-        self._put(None)
+            end = str(error)
+        self._put(said, end)
 
-    def _put(self, chunk: Chunk | None) -> None:
-        while not self._is_cancelled:
-            try:
-                self.chunks.put(chunk, timeout=_LOOK_S)
-            except queue.Full:
-                continue
-            break
+    def _put(self, said: FromLog, item: Chunk | str) -> None:
+        self._read.put((said, item))
         self._changed()
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.mpi_dataworkers.embedding.parts import Change
 from hetstream.mpi_dataworkers.embedding.placement import place
 from hetstream.mpi_dataworkers.embedding.registration import REGISTRY, Registration, read_registrations
 from hetstream.mpi_dataworkers.embedding.row_cache import Ids, Slots
@@ -72,12 +73,11 @@ _MOST_KEPT_BYTES = 1 << 30
 Deliver = Callable[[Slots, npt.NDArray[np.uint8], npt.NDArray[np.bool_]], None]
 
 
+@dataclass
 class PendingRows:
     """Rows that were asked for."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
-        self.num_left = 0
+    num_left: int = 0
 
     @property
     def is_here(self) -> bool:
@@ -99,9 +99,12 @@ class _Read:
 class _Kept:
     """A change that its server has not on the disk."""
 
-    message: EmbeddingMessage
-    frames: list[Any]
-    num_bytes: int
+    message: Change | SendParts
+    frames: list[memoryview]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.frames))
 
 
 @dataclass
@@ -121,7 +124,6 @@ class _Server:
     kept: dict[int, _Kept] = field(default_factory=dict)
     reads: dict[int, _Read] = field(default_factory=dict)
     is_open: bool = False
-    tried_at: float = 0.0
     since: float = field(default_factory=time.monotonic)
     unreachable_since: float | None = None
     asked_at: float = 0.0
@@ -131,6 +133,10 @@ class _Server:
     @property
     def addresses(self) -> tuple[str, ...]:
         return tuple(self.registration.addresses)
+
+
+# Gives what is asked of a server under a number.
+_Ask = Callable[[int, _Server], MarkGeneration | RestoreGeneration]
 
 
 @dataclass
@@ -219,23 +225,24 @@ class EmbeddingClient:
 
     def _place(self, holders: dict[int, str]) -> None:
         self._holders = holders
-        self._names = sorted(self._servers)
         for server in self._servers.values():
             server.parts = set()
         for part, name in holders.items():
-            self._server_of_part[part] = self._names.index(name)
             self._servers[name].parts.add(part)
+        self._index()
+
+    def _index(self) -> None:
+        """Note anew at which place in the names of servers each part's is."""
+        self._names = sorted(self._servers)
+        for part, name in self._holders.items():
+            if name in self._servers:
+                self._server_of_part[part] = self._names.index(name)
 
     @property
     def logs(self) -> list[str]:
         """Directories of all servers."""
         with self._changed:
             return [server.registration.log for server in self._servers.values()]
-
-    @property
-    def num_servers(self) -> int:
-        """Servers that have parts, or may get some."""
-        return len(self._servers)
 
     def add_table(self, table: EmbeddingTable) -> None:
         """Open a table on all servers; it is empty."""
@@ -244,21 +251,34 @@ class EmbeddingClient:
             for server in self._servers.values():
                 self._open(server)
 
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
     # --- rows ------------------------------------------------------------------------------------------------------
 
     def read(self, table: EmbeddingTable, ids: Ids, slots: Slots, deliver: Deliver) -> PendingRows:
         """Ask for rows; `deliver` gets them in the client's thread."""
-        pending = PendingRows(self._changed)
+        pending = PendingRows()
         with self._changed:
             self.num_read += len(ids)
-            for name, which in self._by_server(ids):
-                pending.num_left += 1
-                self._number += 1
-                message = ReadRows(self.client, self._number, table.name)
-                read = _Read(message, table, ids[which], slots[which], deliver, pending)
-                self._servers[name].reads[self._number] = read
-                self._send(self._servers[name], message, [_bytes(read.ids)])
+            self._ask_rows(table, ids, slots, deliver, pending)
         return pending
+
+    def _ask_rows(self, table: EmbeddingTable, ids: Ids, slots: Slots, deliver: Deliver, pending: PendingRows) -> None:
+        for name, which in self._by_server(ids):
+            pending.num_left += 1
+            message = ReadRows(self.client, self._next(), table.name)
+            read = _Read(message, table, ids[which], slots[which], deliver, pending)
+            self._servers[name].reads[message.number] = read
+            self._send(self._servers[name], message, [_bytes(read.ids)])
+
+    def _ask_anew(self, server: _Server) -> None:
+        """Ask again for the rows that a server has not given, where their parts are now."""
+        reads, server.reads = server.reads, {}
+        for read in reads.values():
+            self._ask_rows(read.table, read.ids, read.slots, read.deliver, read.pending)
+            read.pending.num_left -= 1
 
     def write(self, table: EmbeddingTable, ids: Ids, rows: npt.NDArray[np.uint8]) -> None:
         """Write rows back. They are kept here, uncopied, until they are on a disk.
@@ -272,10 +292,12 @@ class EmbeddingClient:
             self._wait(lambda: self._kept_bytes() < _MOST_KEPT_BYTES, "changes reach the servers' disks")
             self.num_written += len(ids)
             self.bytes_written += rows.nbytes
-            for name, which in self._by_server(ids):
-                self._number += 1
-                message = WriteRows(self.client, self._number, table.name)
-                self._change(self._servers[name], message, [_bytes(ids[which]), _bytes(rows[which])])
+            self._write(table, ids, rows)
+
+    def _write(self, table: EmbeddingTable, ids: Ids, rows: npt.NDArray[np.uint8]) -> None:
+        for name, which in self._by_server(ids):
+            message = WriteRows(self.client, self._next(), table.name)
+            self._change(self._servers[name], message, [_bytes(ids[which]), _bytes(rows[which])])
 
     def wait(self, pending: PendingRows) -> float:
         """Wait for rows.
@@ -330,33 +352,35 @@ class EmbeddingClient:
             f"generation {name} is restored",
         )
 
-    def _on_all_servers(self, message: Callable[[int, _Server], EmbeddingMessage], what: str) -> None:
+    def _on_all_servers(self, message: _Ask, what: str) -> None:
         """Ask the same of all servers that there are; anew where one of them was lost meanwhile."""
         with self._changed:
-            while True:
-                self._wait(lambda: not self._moves, "parts arrive")
-                asked = []
-                for server in self._servers.values():
-                    self._number += 1
-                    asked.append((server, self._number))
-                    self._change(server, message(self._number, server), [])
-                names = set(self._servers)
+            while not self._ask_all_servers(message, what):
+                pass
 
-                def is_done(asked: list[tuple[_Server, int]] = asked) -> bool:
-                    return all(number not in server.kept for server, number in asked)
+    def _ask_all_servers(self, message: _Ask, what: str) -> bool:
+        self._wait(lambda: not self._moves, "parts arrive")
+        asked = {name: (server, self._next()) for name, server in self._servers.items()}
+        for server, number in asked.values():
+            self._change(server, message(number, server), [])
 
-                self._wait(lambda done=is_done, names=names: done() or names - set(self._servers), what)  # type: ignore[misc]
-                if is_done():
-                    return
+        def is_done() -> bool:
+            return all(number not in server.kept for server, number in asked.values())
+
+        def is_lost() -> bool:
+            return any(self._servers.get(name) is not server for name, (server, _) in asked.items())
+
+        self._wait(lambda: is_done() or is_lost(), what)
+        return is_done()
 
     # --- sending ---------------------------------------------------------------------------------------------------
 
     def _kept_bytes(self) -> int:
         return sum(kept.num_bytes for server in self._servers.values() for kept in server.kept.values())
 
-    def _change(self, server: _Server, message: EmbeddingMessage, frames: list[Any]) -> None:
+    def _change(self, server: _Server, message: Change | SendParts, frames: list[Any]) -> None:
         """Say something that is said again until the server has it on the disk."""
-        server.kept[message.number] = _Kept(message, frames, sum(len(frame) for frame in frames))  # type: ignore[union-attr]
+        server.kept[message.number] = _Kept(message, frames)
         self._send(server, message, frames)
 
     def _send(self, server: _Server, message: EmbeddingMessage, frames: list[Any]) -> None:
@@ -377,13 +401,17 @@ class EmbeddingClient:
 
     def _open(self, server: _Server) -> None:
         """Say who this client is, and all that is to be said again."""
-        server.tried_at = server.asked_at = time.monotonic()
+        server.asked_at = time.monotonic()
+        server.is_open = False
+        self._ask_anew(server)
         try:
             self._introduce(server)
-            for kept in server.kept.values():
-                self._sender.send(server.addresses, kept.message, kept.frames)
-            for read in server.reads.values():
-                self._sender.send(server.addresses, read.message, [_bytes(read.ids)])
+            for number in sorted(server.kept.keys() | server.reads.keys()):
+                if (kept := server.kept.get(number)) is not None:
+                    self._sender.send(server.addresses, kept.message, kept.frames)
+                else:
+                    read = server.reads[number]
+                    self._sender.send(server.addresses, read.message, [_bytes(read.ids)])
         except PeerUnreachable as error:
             self._sender.drop(server.addresses)
             self._lost_connection(server, error)
@@ -482,7 +510,8 @@ class EmbeddingClient:
                 if is_there and not server.is_open:
                     self._open(server)
                 # So one is missed, too, to which nothing is owed.
-                if server.is_open and now > max(server.heard_at, server.tried_at) + _SILENT_S:
+                if server.is_open and now > server.heard_at + _SILENT_S:
+                    server.heard_at = now
                     self._open(server)
             waits = server.is_open and (server.reads or server.kept)
             if waits and now > server.asked_at + server.ask_again_s:
@@ -497,11 +526,8 @@ class EmbeddingClient:
                 self._servers[name] = server = _Server(registration)
                 self._open(server)
                 if name in self._lost and self._tables:
-                    self._number += 1
-                    self._change(server, DropParts(self.client, self._number, self._lost.pop(name)), [])
-                self._names = sorted(self._servers)
-                for part, holder in self._holders.items():
-                    self._server_of_part[part] = self._names.index(holder)
+                    self._change(server, DropParts(self.client, self._next(), self._lost.pop(name)), [])
+                self._index()
         self._balance(now)
 
     def _balance(self, now: float) -> None:
@@ -533,8 +559,7 @@ class EmbeddingClient:
         to, origin = self._servers[destination], self._servers[source]
         if not to.is_open:
             self._open(to)
-        self._number += 2
-        expect, send = self._number - 1, self._number
+        expect, send = self._next(), self._next()
         self._change(to, ExpectParts(self.client, expect, parts), [])
         self._change(origin, SendParts(self.client, send, parts, to.addresses), [])
         self._moves.append(_Move(parts, source, destination, expect, send))
@@ -557,8 +582,7 @@ class EmbeddingClient:
             origin = self._servers.get(move.source)
             if origin is not None and move.send >= 0:
                 origin.kept.pop(move.send, None)
-                self._number += 1
-                self._change(origin, DropParts(self.client, self._number, move.parts), [])
+                self._change(origin, DropParts(self.client, self._next(), move.parts), [])
             self._balance(time.monotonic())
 
     def _give_up(self, name: str) -> None:
@@ -589,49 +613,28 @@ class EmbeddingClient:
         for move in [move for move in self._moves if move.source == name]:
             # What it was to send, its log has.
             self._servers[move.destination].kept.pop(move.expect, None)
-            self._number += 1
-            move.expect, move.send = self._number, -1
-            adopt = AdoptParts(self.client, self._number, move.parts, lost.registration.log)
-            self._change(self._servers[move.destination], adopt, [])
+            move.expect, move.send = self._adopt(move.destination, move.parts, lost), -1
         for (destination, origin), parts in moved.items():
             placed |= dict.fromkeys(parts, destination)
             if destination != origin:
-                self._number += 1
-                self._change(
-                    self._servers[destination],
-                    AdoptParts(self.client, self._number, parts, lost.registration.log),
-                    [],
-                )
-                self._moves.append(_Move(parts, name, destination, self._number, -1))
+                self._moves.append(_Move(parts, name, destination, self._adopt(destination, parts, lost), -1))
         self._place(placed)
         for kept in lost.kept.values():
             if isinstance(kept.message, WriteRows):
                 table = next(table for table in self._tables if table.name == kept.message.table)
                 ids = np.frombuffer(kept.frames[0], np.int64)
                 rows = np.frombuffer(kept.frames[1], np.uint8).reshape(len(ids), table.row_bytes)
-                self._write_anew(table, ids, rows)
-        for read in lost.reads.values():
-            for other, which in self._by_server(read.ids):
-                read.pending.num_left += 1
-                self._number += 1
-                message = ReadRows(self.client, self._number, read.table.name)
-                again = _Read(message, read.table, read.ids[which], read.slots[which], read.deliver, read.pending)
-                self._servers[other].reads[self._number] = again
-                self._send(self._servers[other], message, [_bytes(again.ids)])
-            read.pending.num_left -= 1
+                self._write(table, ids, rows)
+        self._ask_anew(lost)
 
-    def _write_anew(self, table: EmbeddingTable, ids: Ids, rows: npt.NDArray[np.uint8]) -> None:
-        for name, which in self._by_server(ids):
-            self._number += 1
-            message = WriteRows(self.client, self._number, table.name)
-            self._change(self._servers[name], message, [_bytes(ids[which]), _bytes(rows[which])])
+    def _adopt(self, destination: str, parts: list[int], lost: _Server) -> int:
+        message = AdoptParts(self.client, self._next(), parts, lost.registration.log)
+        self._change(self._servers[destination], message, [])
+        return message.number
 
     def _forget(self, name: str) -> None:
         self._sender.drop(self._servers.pop(name).addresses)
-        self._names = sorted(self._servers)
-        for part, holder in self._holders.items():
-            if holder != name:
-                self._server_of_part[part] = self._names.index(holder)
+        self._index()
 
     def close(self) -> None:
         """Let what is kept reach the servers, within some seconds; then end all connections."""

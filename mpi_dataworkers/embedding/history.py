@@ -10,7 +10,7 @@ Nothing is changed here, and a live server may go on writing to a log that is re
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from hetstream.mpi_dataworkers.embedding.log import (
     position,
     segments_of,
 )
-from hetstream.mpi_dataworkers.embedding.parts import Emptied, Parts
+from hetstream.mpi_dataworkers.embedding.parts import Parts
 from hetstream.mpi_dataworkers.embedding.rows import Ids, Rows, rows_of_record
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -53,32 +53,12 @@ class _Extent:
     """
 
     folder: Path
-    part: int
     since: int
     client: str
     tables: dict[str, EmbeddingTable]
     base: int
     begin: int
     end: int
-
-
-@dataclass
-class _History:
-    """What a log says of its parts.
-
-    Attributes:
-        newest: mark of one generation.
-        marks: of it, by rank: the last one.
-        at_marks: where the rank's parts are, at its mark.
-        at_end: where all parts are, at the end.
-        clients: that the log knows.
-    """
-
-    newest: MarkGeneration | None = None
-    marks: dict[int, MarkGeneration] = field(default_factory=dict)
-    at_marks: dict[int, list[_Extent]] = field(default_factory=dict)
-    at_end: list[_Extent] = field(default_factory=list)
-    clients: frozenset[str] = frozenset()
 
 
 def parts_of_generation(
@@ -95,31 +75,28 @@ def parts_of_generation(
     Raises:
         EmbeddingError: it is not whole, or does not fit the tables; at once. Later: a log is damaged.
     """
-    histories = {str(folder): _history_of(folder, name)}
-    mark = histories[str(folder)].newest
+    mark = (first := _History(folder, name)).newest
     if mark is None:
         raise EmbeddingError(
             f"log {folder} has no generation {name!r}. A server keeps the last ones that it has marked: restore one of "
             "those, or name another server's log"
         )
-    for log in mark.logs:
-        if log not in histories:
-            histories[log] = _history_of(Path(log), name)
+    histories = {log: first if log == str(folder) else _History(Path(log), name) for log in mark.logs}
     wanted = {part % mark.world_size for part in parts}
-    missing = [f"of rank {rank} in {log}" for log in mark.logs for rank in sorted(wanted - histories[log].marks.keys())]
+    missing = [
+        f"of rank {rank} in {log}" for log in mark.logs for rank in sorted(wanted - histories[log].marked.keys())
+    ]
     if missing:
         raise EmbeddingError(
             f"generation {name!r} of {mark.world_size} ranks is not whole: there is no mark "
             f"{' and none '.join(missing[:8])}{' and more' if missing[8:] else ''}. Restore an older one"
         )
     found: dict[int, _Extent] = {}
-    for log in mark.logs:
-        for rank, extents in histories[log].at_marks.items():
-            for extent in extents:
-                known = found.get(extent.part)
-                is_owner = extent.part % mark.world_size == rank
-                if is_owner and (known is None or known.since < extent.since):
-                    found[extent.part] = extent
+    for history in histories.values():
+        for part in parts:
+            extent = history.marked[part % mark.world_size][1].get(part)
+            if extent is not None and (part not in found or found[part].since < extent.since):
+                found[part] = extent
     return _rows_of(found, parts, tables, f"generation {name!r}")
 
 
@@ -131,88 +108,75 @@ def parts_now(folder: Path, client: str, parts: Collection[int], tables: Sequenc
     Raises:
         EmbeddingError: the server did not have them, or they do not fit the tables; at once. Later: it is damaged.
     """
-    history = _history_of(folder, None)
-    if client not in history.clients:
+    history = _History(folder, None)
+    if client not in {*history.parts.clients, *history.parts.replaced}:
         return iter(())
-    return _rows_of({extent.part: extent for extent in history.at_end}, parts, tables, f"log {folder}")
+    return _rows_of(history.at_end, parts, tables, f"log {folder}")
 
 
-def _history_of(folder: Path, name: str | None) -> _History:
-    """Look through a log, without its rows."""
-    history = _History()
-    with open_log(folder) as directory:
-        segments = segments_of(directory)
-        if not segments:
-            raise EmbeddingError(f"{folder} is no log of an embedding server: there is no segment in it")
-        first, last = min(segments), max(segments)
-        with SegmentFile(directory, base_name(first)) as file:
-            said = next((record.said for record in file.records()), None)
-        if not isinstance(said, Parts):
-            raise EmbeddingError(f"log {folder} is damaged: {base_name(first)} does not begin with its parts")
-        walk = _Walk(folder, said, first)
-        for number in range(first, last + 1):
-            if "log" in segments[number]:
-                with SegmentFile(directory, log_name(number)) as file:
-                    for record in file.records():
-                        walk.go_on(record, number, name, history)
-        walk.base = max(number for number, kinds in segments.items() if "base" in kinds)
-        history.at_end = walk.extents(None, position(last + 1, 0))
-        history.clients = walk.clients
-    return history
-
-
-class _Walk:
-    """What follows from the records of a log, one after the other.
+class _History:
+    """What a log says of its parts, and of a generation; its rows are not looked at.
 
     Attributes:
-        base: the newest segment whose base is older than the record.
+        parts: as they are at the end.
+        at_end: where they are then.
+        newest: the generation's last mark.
+        marked: by rank: its last mark, and where the rank's parts are then.
     """
 
-    def __init__(self, folder: Path, parts: Parts, first: int) -> None:
-        self._folder, self._parts = folder, parts
+    def __init__(self, folder: Path, name: str | None) -> None:
+        self._folder = folder
         self._begin = [0] * EMBEDDING_PARTS
-        # That of the first log of all is empty. Of others, one knows it from `BaseComplete` on.
-        self.base = first if first == 1 else 0
+        self.newest: MarkGeneration | None = None
+        self.marked: dict[int, tuple[MarkGeneration, dict[int, _Extent]]] = {}
+        with open_log(folder) as directory:
+            segments = segments_of(directory)
+            if not segments:
+                raise EmbeddingError(f"{folder} is no log of an embedding server: there is no segment in it")
+            first, last = min(segments), max(segments)
+            with SegmentFile(directory, base_name(first)) as file:
+                said = next((record.said for record in file.records()), None)
+            if not isinstance(said, Parts):
+                raise EmbeddingError(f"log {folder} is damaged: {base_name(first)} does not begin with its parts")
+            self.parts = said
+            # That of the first log of all is empty. Of others, one knows it from `BaseComplete` on.
+            self._base = first if first == 1 else 0
+            for number in [number for number, kinds in segments.items() if "log" in kinds]:
+                with SegmentFile(directory, log_name(number)) as file:
+                    for record in file.records():
+                        self._go_on(record, position(number, record.start), name)
+        self._base = max(number for number, kinds in segments.items() if "base" in kinds)
+        self.at_end = self._extents(None, position(last + 1, 0))
 
-    def go_on(self, record: Record, segment: int, name: str | None, history: _History) -> None:
-        """Take in a record."""
+    def _go_on(self, record: Record, at: int, name: str | None) -> None:
         said = record.said
         if isinstance(said, BaseComplete):
-            self.base = said.segment
+            self._base = said.segment
         elif not isinstance(said, Parts):
-            at = position(segment, record.start)
             if isinstance(said, MarkGeneration) and said.name == name:
-                clients = self._parts.clients
-                rank = clients[said.client].rank
+                clients = self.parts.clients
                 # What an earlier start of the training has marked by this name is of another generation.
-                history.marks = {other: mark for other, mark in history.marks.items() if mark.client in clients}
-                history.newest = history.marks[rank] = said
-                history.at_marks[rank] = self.extents(said.client, at)
-            emptied: Emptied = self._parts.apply(said, record.waiting)
-            for part in emptied:
+                self.marked = {rank: mark for rank, mark in self.marked.items() if mark[0].client in clients}
+                self.newest = said
+                self.marked[clients[said.client].rank] = said, self._extents(said.client, at)
+            for part in self.parts.apply(said):
                 self._begin[part] = at
 
-    @property
-    def clients(self) -> frozenset[str]:
-        """All that have opened tables."""
-        return frozenset([*self._parts.clients, *self._parts.replaced])
-
-    def extents(self, client: str | None, end: int) -> list[_Extent]:
+    def _extents(self, client: str | None, end: int) -> dict[int, _Extent]:
         """Return where the parts of a client are, or of all."""
-        return [
-            _Extent(
+        return {
+            part: _Extent(
                 self._folder,
-                part,
-                self._parts.since[part],
+                self.parts.since[part],
                 holder,
-                dict(self._parts.clients[holder].tables),
-                self.base,
+                dict(self.parts.clients[holder].tables),
+                self._base,
                 self._begin[part],
                 end,
             )
-            for part, holder in enumerate(self._parts.holder)
+            for part, holder in enumerate(self.parts.holder)
             if holder and client in (None, holder)
-        ]
+        }
 
 
 def _rows_of(
@@ -224,7 +188,9 @@ def _rows_of(
             f"{where} does not have part {', '.join(map(str, missing[:8]))}{' and more' if missing[8:] else ''}: name "
             "the log of a server that had it, or restore another generation"
         )
+    groups: dict[tuple[Path, int], dict[int, _Extent]] = {}
     for part in parts:
+        groups.setdefault((found[part].folder, found[part].base), {})[part] = found[part]
         for table in tables:
             before = found[part].tables.get(table.name, table)
             if before.row_bytes != table.row_bytes or before.num_rows > table.num_rows:
@@ -233,31 +199,23 @@ def _rows_of(
                     f"the program has opened it with {table.num_rows} of {table.row_bytes}: weights, optimizer and "
                     "number of rows must be as they were"
                 )
-    groups: dict[tuple[Path, int], list[_Extent]] = {}
-    for part in parts:
-        groups.setdefault((found[part].folder, found[part].base), []).append(found[part])
     by_name = {table.name: table for table in tables}
     return (chunk for (folder, base), extents in groups.items() for chunk in _read(folder, base, extents, by_name))
 
 
-def _read(folder: Path, base: int, extents: Sequence[_Extent], tables: dict[str, EmbeddingTable]) -> Iterator[Chunk]:
+def _read(folder: Path, base: int, extents: dict[int, _Extent], tables: dict[str, EmbeddingTable]) -> Iterator[Chunk]:
     """Read the rows of parts that begin with one base."""
     begin, end = np.zeros(EMBEDDING_PARTS, np.int64), np.zeros(EMBEDDING_PARTS, np.int64)
-    for extent in extents:
-        begin[extent.part], end[extent.part] = extent.begin, extent.end
-    start = position(base, 0)
-    clients = {extent.client for extent in extents}
+    for part, extent in extents.items():
+        begin[part], end[part] = extent.begin, extent.end
+    clients = {extent.client for extent in extents.values()}
     with open_log(folder) as directory:
-        # What is in the base is of before its segment.
-        with SegmentFile(directory, base_name(base)) as file:
-            for record in file.records():
-                yield from _chosen(file, record, (begin < start) & (end > 0), clients, tables)
-        for number in range(base, max(segments_of(directory)) + 1):
-            if position(number, 0) >= int(end.max()):
-                break
-            with SegmentFile(directory, log_name(number)) as file:
+        logs = [number for number in segments_of(directory) if number >= base and position(number, 0) < end.max()]
+        for number, is_base in ((base, True), *((number, False) for number in logs)):
+            with SegmentFile(directory, base_name(number) if is_base else log_name(number)) as file:
                 for record in file.records():
-                    at = position(number, record.start)
+                    # What is in the base is of before its segment.
+                    at = position(number, 0) - 1 if is_base else position(number, record.start)
                     yield from _chosen(file, record, (begin <= at) & (at < end), clients, tables)
 
 
@@ -277,7 +235,5 @@ def _chosen(
     table = tables[said.table]
     ids, rows = rows_of_record(file.rows(record), table)
     chosen = counts[ids & (EMBEDDING_PARTS - 1)]
-    if chosen.all():
-        yield table, ids, rows
-    elif chosen.any():
+    if chosen.any():
         yield table, ids[chosen], rows[chosen]

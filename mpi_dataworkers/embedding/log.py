@@ -19,29 +19,19 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from hetstream.base.files import Directory, UntrustedFile, is_temporary, own_directory
+from hetstream.base.files import Directory, is_temporary, own_directory
 from hetstream.base.posix import fcntl
-from hetstream.mpi_dataworkers.embedding.parts import Applied, Parts, Refusal
+from hetstream.mpi_dataworkers.embedding.parts import Applied, Parts
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.mpi_dataworkers.wire.codec import Buffer, size_of
-from hetstream.mpi_dataworkers.wire.messages import (
-    AdoptParts,
-    DropParts,
-    ExpectParts,
-    MarkGeneration,
-    OpenTables,
-    PartRows,
-    PartsSent,
-    RestoreGeneration,
-    WriteRows,
-)
+from hetstream.mpi_dataworkers.wire.messages import MarkGeneration, PartRows
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +43,6 @@ _HEADER = struct.Struct("<4sIQI")  # magic; bytes of the entry, and of the rows 
 _CHECKED = _HEADER.size - 4
 # What is read at once where only entries are looked at.
 _LOOK_BYTES = 4096
-_MOST_ENTRY_BYTES = 64 << 20
 _SEGMENT = re.compile(r"(\d{6,})\.(base|log)")
 _LOCK = "lock"
 # Of a position in a log, bits for the place in the segment's file.
@@ -67,35 +56,13 @@ class BaseComplete(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 Said = Applied | BaseComplete | Parts
-
-
-class _Entry(msgspec.Struct, array_like=True, frozen=True):
-    """What a record says, and for a change, which others it has overtaken."""
-
-    said: (
-        OpenTables
-        | WriteRows
-        | ExpectParts
-        | AdoptParts
-        | RestoreGeneration
-        | DropParts
-        | MarkGeneration
-        | PartRows
-        | PartsSent
-        | Refusal
-        | BaseComplete
-        | Parts
-    )
-    waiting: list[int] = []
-
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Entry)
+_decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 
 
-def record_of(said: Said, frames: Sequence[Buffer] = (), waiting: Iterable[int] = ()) -> list[Buffer]:
+def record_of(said: Said, frames: Sequence[Buffer] = ()) -> list[Buffer]:
     """Return the pieces of a record: its head, and the frames where they lie."""
-    entry = _encoder.encode(_Entry(said, sorted(waiting)))
+    entry = _encoder.encode(said)
     checked = _HEADER.pack(_MAGIC, len(entry), sum(map(size_of, frames)), 0)[:_CHECKED]
     checksum = zlib.crc32(entry, zlib.crc32(checked))
     for frame in frames:
@@ -110,16 +77,9 @@ def position(segment: int, offset: int) -> int:
 
 @dataclass(frozen=True)
 class Record:
-    """A record that was found.
-
-    Attributes:
-        said, waiting: as in the entry.
-        start, end: where it lies in its file.
-        rows_at: where its rows begin.
-    """
+    """A record that was found; its rows lie from `rows_at` to `end`."""
 
     said: Said
-    waiting: list[int]
     start: int
     rows_at: int
     end: int
@@ -128,16 +88,9 @@ class Record:
 class SegmentFile:
     """A base or a log, open to be read.
 
-    Args:
-        directory: of the log.
-        name: of the file.
-
     Attributes:
         size: when it was opened.
         end: where the records that were looked at end; the rest is not whole.
-
-    Raises:
-        OSError: it cannot be opened.
     """
 
     def __init__(self, directory: Directory, name: str) -> None:
@@ -162,23 +115,23 @@ class SegmentFile:
             start = self.end
             head = os.pread(self._descriptor, _LOOK_BYTES, start)
             magic, entry_bytes, rows_bytes, _ = _HEADER.unpack_from(head)
-            if magic != _MAGIC or entry_bytes > _MOST_ENTRY_BYTES:
+            if magic != _MAGIC:
                 # A file system may have made the file longer, and have lost what was written there with the host.
-                if not any(self._rest()):
+                if not any(head):
                     return
                 raise self.damaged(start, f"begins with {head[:4]!r} instead of {_MAGIC!r}")
             rows_at = start + _HEADER.size + entry_bytes
             if rows_at + rows_bytes > self.size:
                 return
+            if len(head) < _HEADER.size + entry_bytes:
+                head = os.pread(self._descriptor, _HEADER.size + entry_bytes, start)
             entry = head[_HEADER.size : _HEADER.size + entry_bytes]
-            if len(entry) < entry_bytes:
-                entry = os.pread(self._descriptor, entry_bytes, start + _HEADER.size)
             try:
                 found = _decoder.decode(entry)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise self.damaged(start, f"cannot be read: {error}") from error
             self.end = rows_at + rows_bytes
-            yield Record(found.said, found.waiting, start, rows_at, self.end)
+            yield Record(found, start, rows_at, self.end)
 
     def rows(self, record: Record) -> memoryview:
         """Return the rows of a record, with the ids before them, once its checksum is compared.
@@ -205,9 +158,6 @@ class SegmentFile:
             "generation, from a log that is whole"
         )
 
-    def _rest(self) -> bytes:
-        return os.pread(self._descriptor, _LOOK_BYTES, self.end)
-
 
 def segments_of(directory: Directory) -> dict[int, set[str]]:
     """Return which files each segment has (`base`, `log`), in the order of the segments.
@@ -220,19 +170,16 @@ def segments_of(directory: Directory) -> dict[int, set[str]]:
         if match := _SEGMENT.fullmatch(name):
             found.setdefault(int(match[1]), set()).add(match[2])
     if not found:
-        return found
+        return {}
     # Older ones may be half deleted.
-    first = min((number for number, kinds in found.items() if "base" in kinds), default=0)
-    ordered = {number: found[number] for number in sorted(found) if number >= first}
-    last = max(found)
-    for number in range(first, last + 1):
-        if not first or (number != last and "log" not in ordered.get(number, ())):
-            raise EmbeddingError(
-                f"log {directory.path} of an embedding server is damaged: {'no base' if not first else number} is "
-                f"there{'' if not first else f' of {first} to {last} without its log'}. Restore a generation from "
-                "logs that are whole"
-            )
-    return ordered
+    first, last = min((number for number, kinds in found.items() if "base" in kinds), default=0), max(found)
+    lacking = [number for number in range(first, last) if "log" not in found.get(number, ())]
+    if not first or lacking:
+        raise EmbeddingError(
+            f"log {directory.path} of an embedding server is damaged: it has "
+            f"{f'no log of segment {lacking[0]}' if first else 'no base'}. Restore a generation from whole logs"
+        )
+    return {number: found[number] for number in range(first, last + 1)}
 
 
 def base_name(segment: int) -> str:
@@ -260,41 +207,8 @@ def open_log(folder: str | os.PathLike[str]) -> Directory:
         ) from error
 
 
-class Marks:
-    """The generations of a log, and which segments they need.
-
-    Args:
-        first: the first segment.
-        kept: how many generations are kept.
-    """
-
-    def __init__(self, first: int, kept: int) -> None:
-        self._base = first
-        self._kept = kept
-        self._needs: dict[str, int] = {}  # from which segment on; the newest last
-
-    def note(self, said: Said) -> None:
-        """Take in the next record."""
-        if isinstance(said, BaseComplete):
-            self._base = said.segment
-        elif isinstance(said, MarkGeneration):
-            needs = min(self._base, self._needs.pop(said.name, self._base))
-            self._needs[said.name] = needs
-            while len(self._needs) > self._kept:
-                del self._needs[next(iter(self._needs))]
-
-    def has_base(self, segment: int) -> bool:
-        """Return whether this is the newest one, and known to be complete."""
-        return segment == self._base
-
-    @property
-    def first_needed(self) -> int:
-        """Segments before it are of no use."""
-        return min([self._base, *self._needs.values()])
-
-
-# Gives what a base has: words without their rows, and with them.
-Dump = Callable[[], Iterator[tuple[PartRows, Sequence[Buffer]]]]
+# What a base has.
+Dump = Iterator[tuple[PartRows, Sequence[Buffer]]]
 
 
 class Log:
@@ -330,21 +244,21 @@ class Log:
             self._lock()
             for name in filter(is_temporary, self._directory.names()):
                 self._directory.unlink(name, missing_ok=True)
+            self._base_bytes = 0
             if not segments_of(self._directory):
-                self._write_base(1, record_of(Parts()), lambda: iter(()))
+                self._write_base(1, record_of(Parts()), iter(()))
             self._first = next(iter(segments_of(self._directory)))
-        except UntrustedFile as error:
+        except BaseException as error:
             self._files.close()
-            raise EmbeddingError(f"no log for an embedding server: {error}") from error
-        except OSError as error:
-            self._files.close()
-            raise EmbeddingError(f"no log for an embedding server at {folder}: {error}") from error
-        except BaseException:
-            self._files.close()
+            if isinstance(error, OSError):
+                raise EmbeddingError(f"no log for an embedding server at {folder}: {error}") from error
             raise
-        self._marks = Marks(self._first, kept_generations)
+        self._base = self._first  # the newest that the log knows to be complete
+        # By generation, the newest last: from which segment on it needs them.
+        self._needs: dict[str, int] = {}
+        self._kept_generations = kept_generations
         self._descriptor = -1
-        self._segment = self._size = self._base_bytes = 0
+        self._segment = self._size = 0
         self._base_writer: threading.Thread | None = None
         self._base_written = 0  # the segment whose base is complete, while that is not in the log
         # For the thread that syncs: files of segments before, to be closed then; and names to be deleted then.
@@ -368,7 +282,7 @@ class Log:
                 "end"
             ) from error
 
-    def recover(self) -> Iterator[tuple[Applied | Parts, list[int], memoryview]]:
+    def recover(self) -> Iterator[tuple[Applied | Parts, memoryview]]:
         """Give what the parts and rows follow from, in order; then the log can be appended to.
 
         Raises:
@@ -378,32 +292,26 @@ class Log:
         segments = segments_of(self._directory)
         base = max(number for number, kinds in segments.items() if "base" in kinds)
         last = max(segments)
-        for number in segments:
-            if number < base and "log" in segments[number]:
-                with SegmentFile(self._directory, log_name(number)) as file:
-                    for record in file.records():
-                        self._marks.note(record.said)
+        for number in range(self._first, base):
+            with SegmentFile(self._directory, log_name(number)) as file:
+                for record in file.records():
+                    self._note(record.said)
         with SegmentFile(self._directory, base_name(base)) as file:
             self._base_bytes = file.size
             yield from self._replay(file, is_last=False)
+        self._segment, self._descriptor = last, self._open_new(last)
         for number in range(base, last + 1):
-            if "log" in segments[number]:
-                with SegmentFile(self._directory, log_name(number)) as file:
-                    yield from self._replay(file, is_last=number == last)
-                    self._size = file.end
-            else:
-                self._size = 0
-        self._segment = last
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._descriptor = self._directory.open_file(log_name(last), flags)
+            with SegmentFile(self._directory, log_name(number)) as file:
+                yield from self._replay(file, is_last=number == last)
+                self._size = file.end
         os.ftruncate(self._descriptor, self._size)
-        if not self._marks.has_base(base):  # the server was killed between its name and that record
+        if self._base != base:  # the server was killed between its name and that record
             self._base_written = base
         self._syncer.start()
 
-    def _replay(self, file: SegmentFile, is_last: bool) -> Iterator[tuple[Applied | Parts, list[int], memoryview]]:
+    def _replay(self, file: SegmentFile, is_last: bool) -> Iterator[tuple[Applied | Parts, memoryview]]:
         for record in file.records():
-            self._marks.note(record.said)
+            self._note(record.said)
             try:
                 rows = file.rows(record)
             except EmbeddingError:
@@ -412,23 +320,36 @@ class Log:
                 file.end = record.start  # its host has ended before it was on the disk
                 break
             if not isinstance(record.said, BaseComplete):
-                yield record.said, record.waiting, rows
+                yield record.said, rows
         if file.end < file.size and not is_last:
             raise file.damaged(file.end, "is not whole")
         if file.end < file.size:
             _log.warning("cut %d bytes of a record that is not whole off %s", file.size - file.end, file.path)
 
+    def _open_new(self, number: int) -> int:
+        return self._directory.open_file(log_name(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def _note(self, said: Said) -> None:
+        """Keep in mind which segments are needed."""
+        if isinstance(said, BaseComplete):
+            self._base = said.segment
+        elif isinstance(said, MarkGeneration):
+            self._needs[said.name] = min(self._base, self._needs.pop(said.name, self._base))
+            while len(self._needs) > self._kept_generations:
+                del self._needs[next(iter(self._needs))]
+
     # Appending
 
-    def append(self, said: Said, frames: Sequence[Buffer] = (), waiting: Iterable[int] = ()) -> None:
+    def append(self, said: Said, frames: Sequence[Buffer] = ()) -> None:
         """Append a record.
 
         Raises:
             EmbeddingError: there is no room on the disk; the log is as it was.
             OSError: the log is of no use any more.
         """
-        self._check()
-        head, *others = record_of(said, frames, waiting)
+        if self._failure is not None:
+            raise self._failure
+        head, *others = record_of(said, frames)
         try:
             size = _write_all(self._descriptor, [head])
             reach("embedding.in_record")
@@ -437,17 +358,13 @@ class Log:
             os.ftruncate(self._descriptor, self._size)
             raise EmbeddingError(
                 f"{type(said).__name__} cannot be written to {log_name(self._segment)} in {self._directory.path}: "
-                f"{error}. Nothing was changed; make room there, and ask again under a new number"
+                f"{error}. Nothing was changed; make room there, and start the program again"
             ) from error
         self._size += size
-        self._marks.note(said)
+        self._note(said)
         with self._to_do:
             self.num_records += 1
             self._to_do.notify()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _sync(self) -> None:
         while True:
@@ -481,12 +398,13 @@ class Log:
 
         Args:
             parts: as they are now.
-            dump: gives what dumps all rows; asked in this thread, it is called in another.
+            dump: gives all rows; asked in this thread, it is gone through in another.
 
         Raises:
             OSError: the log is of no use any more.
         """
-        self._check()
+        if self._failure is not None:
+            raise self._failure
         if self._base_written:
             with contextlib.suppress(EmbeddingError):  # a full disk: later
                 self.append(BaseComplete(self._base_written))
@@ -497,8 +415,7 @@ class Log:
             return
         number = self._segment + 1
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            descriptor = self._directory.open_file(log_name(number), flags)
+            descriptor = self._open_new(number)
         except OSError as error:
             _log.warning("no new segment of the log: %s", error)
             return
@@ -512,28 +429,28 @@ class Log:
 
     def _try_base(self, number: int, first: list[Buffer], dump: Dump) -> None:
         try:
-            self._base_bytes = self._write_base(number, first, dump)
+            self._write_base(number, first, dump)
         except OSError as error:
             _log.warning("no base for segment %d of the log, older segments stay: %s", number, error)
             return
         self._base_written = number
         self._changed()
 
-    def _write_base(self, number: int, first: list[Buffer], dump: Dump) -> int:
+    def _write_base(self, number: int, first: list[Buffer], dump: Dump) -> None:
         with self._directory.replacing(base_name(number)) as descriptor:
             size = _write_all(descriptor, first)
-            for said, frames in dump():
+            for said, frames in dump:
                 size += _write_all(descriptor, record_of(said, frames))
             os.fsync(descriptor)
             reach("embedding.base_written")
-        return size
+        self._base_bytes = size
 
     def _delete_unneeded(self) -> None:
-        needed = self._marks.first_needed
-        for number in range(self._first, needed):
-            with self._to_do:
+        needed = min([self._base, *self._needs.values()])
+        with self._to_do:
+            for number in range(self._first, needed):
                 self._unwanted += [base_name(number), log_name(number)]
-                self._to_do.notify()
+            self._to_do.notify()
         self._first = max(self._first, needed)
 
     def close(self) -> None:

@@ -88,11 +88,11 @@ def rows_of_record(data: memoryview, table: EmbeddingTable) -> tuple[Ids, Rows]:
     return ids, np.frombuffer(data, np.uint8, offset=8 * num_ids).reshape(num_ids, table.row_bytes)
 
 
-def parts_of(ids: Ids) -> npt.NDArray[np.bool_]:
-    """Return, for each part, whether one of these ids is of it."""
+def parts_of(ids: Ids) -> list[int]:
+    """Return the parts of which these ids are."""
     touched = np.zeros(EMBEDDING_PARTS, np.bool_)
     touched[ids & (EMBEDDING_PARTS - 1)] = True
-    return touched
+    return [int(part) for part in np.flatnonzero(touched)]
 
 
 class RowStore:
@@ -126,13 +126,8 @@ class RowStore:
         self._free = np.empty(0, np.int32)
         self._next = 1  # the first slot that was never used
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use, at most; slots that are free again are still in use."""
-        return self.num_bytes_with(0)
-
-    def num_bytes_with(self, num_more: int) -> int:
-        """Memory in use with so many more rows."""
+    def num_bytes(self, num_more: int = 0) -> int:
+        """Memory in use with so many more rows, at most; slots that are free again are still in use."""
         slots = self._next - 1 + max(0, num_more - len(self._free))
         index_bytes = min(self._slots.nbytes, (self.num_rows + num_more) * mmap.PAGESIZE)
         return slots * self.table.row_bytes + index_bytes
@@ -236,7 +231,7 @@ class Tables:
     @property
     def num_bytes(self) -> int:
         """Memory that they take together, at most."""
-        return sum(store.num_bytes for store in list(self._stores.values()))
+        return sum(store.num_bytes() for store in list(self._stores.values()))
 
     def check_room(self, table: EmbeddingTable, ids: Ids) -> None:
         """Refuse rows for which there is no memory.
@@ -245,10 +240,10 @@ class Tables:
             EmbeddingError: these are such.
         """
         store = self._stores[table]
-        others = self.num_bytes - store.num_bytes
-        if others + store.num_bytes_with(len(ids)) <= self.limit_bytes:
+        others = self.num_bytes - store.num_bytes()
+        if others + store.num_bytes(len(ids)) <= self.limit_bytes:
             return
-        wanted = others + store.num_bytes_with(num_new := store.num_new(ids))
+        wanted = others + store.num_bytes(num_new := store.num_new(ids))
         if num_new and wanted > self.limit_bytes:
             raise EmbeddingError(
                 f"table {table.name!r}: {num_new} more rows would take the memory of this embedding server to "

@@ -14,30 +14,20 @@ import collections
 import contextlib
 import logging
 import os
-import queue
 import re
 import secrets
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from hetstream.base.errors import UsageError
-from hetstream.mpi_dataworkers.embedding.background import LINGER_S, Frames, Load, Outbox, RegistrationFile
-from hetstream.mpi_dataworkers.embedding.log import KEPT_GENERATIONS, LEAST_LOG_BYTES, Dump, Log
-from hetstream.mpi_dataworkers.embedding.parts import (
-    Applied,
-    Change,
-    Expectation,
-    OfParts,
-    Outcome,
-    Parts,
-    Refusal,
-    Request,
-)
+from hetstream.mpi_dataworkers.embedding.background import LINGER_S, Frames, Loader, Outbox, Piece, RegistrationFile
+from hetstream.mpi_dataworkers.embedding.log import KEPT_GENERATIONS, LEAST_LOG_BYTES, Log
+from hetstream.mpi_dataworkers.embedding.parts import Applied, Expectation, Parts, Request
 from hetstream.mpi_dataworkers.embedding.rows import (
     Ids,
     Rows,
@@ -52,14 +42,12 @@ from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.mpi_dataworkers.transports.base import ReceivedBatch
 from hetstream.mpi_dataworkers.transports.sockets import SocketReceiver, local_address_towards
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
-from hetstream.mpi_dataworkers.wire.codec import size_of
 from hetstream.mpi_dataworkers.wire.messages import (
     EMBEDDING_PARTS,
     AdoptParts,
     DropParts,
     EmbeddingMessage,
     EmbeddingRefused,
-    ExpectParts,
     GenerationMarked,
     MarkGeneration,
     OpenTables,
@@ -80,8 +68,6 @@ _FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Rows of a part go in pieces of this size, with other requests between them.
 _CHUNK_BYTES = 1 << 20
-# Of them, so much may be on its way: what is asked of the other server comes behind it.
-_AHEAD_BYTES = 4 << 20
 # Clients that were replaced last are told so when they ask; they, and those before, may be gone.
 _TOLD_REPLACED = 4
 # How soon the end of the service or a signal is noticed.
@@ -130,22 +116,11 @@ class ServerOptions:
 
 
 @dataclass
-class _Move:
-    """Parts that are being sent to another server."""
+class _Peer:
+    """A trainer that has opened tables, and what it asks, in order: the first of it waits for parts."""
 
-    said: SendParts
     outbox: Outbox
-    rows: Iterator[tuple[PartRows, Frames]]
-    is_sent: bool = False
-
-
-@dataclass
-class _Counters:
-    """What a server has done since its start."""
-
-    reads: int = 0
-    written_rows: int = 0
-    is_draining: bool = False
+    requests: collections.deque[tuple[Request, Frames]] = field(default_factory=collections.deque)
 
 
 class EmbeddingServer:
@@ -163,15 +138,16 @@ class EmbeddingServer:
         self._service, self._options = service, options
         self._start = secrets.token_hex(16)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._counters = _Counters()
+        self._num_read = 0
+        self._is_draining = False
         self._parts = Parts()
         self._tables = Tables(options.memory_bytes)
-        self._outboxes: dict[str, Outbox] = {}
-        self._queues: dict[str, collections.deque[tuple[Request, Frames]]] = {}
-        self._moves: dict[tuple[str, int], _Move] = {}
-        self._loads: dict[tuple[str, int], Load] = {}
-        # Refusals for which there was no room in the log.
-        self._unlogged: collections.deque[Refusal] = collections.deque()
+        self._peers: dict[str, _Peer] = {}
+        # Why clients have failed. One that was refused something ends, so all else that concerns it is refused.
+        self._refusals: dict[str, str] = {}
+        self._moves: dict[tuple[str, int], Outbox] = {}
+        self._loader = Loader(self._wake)
+        self._loading: set[tuple[str, int]] = set()
         # Answers that wait until so many records are on the disk.
         self._due: collections.deque[tuple[int, str, EmbeddingMessage]] = collections.deque()
         self._log = Log(options.log_folder, self._wake, options.kept_generations, options.least_log_bytes)
@@ -188,18 +164,14 @@ class EmbeddingServer:
 
     def _recover(self) -> None:
         begun = time.monotonic()
-        for said, waiting, data in self._log.recover():
+        for said, data in self._log.recover():
             if isinstance(said, Parts):
                 self._parts = said
                 self._tables.add(said.tables())
             elif isinstance(said, WriteRows | PartRows):
-                table = self._parts.clients[said.client].tables[said.table]
-                self._apply(said, waiting, *rows_of_record(data, table))
+                self._apply(said, *rows_of_record(data, self._parts.clients[said.client].tables[said.table]))
             else:
-                self._apply(said, waiting)
-        for wanted in list(self._parts.expectations()):
-            if not isinstance(wanted, ExpectParts):
-                self._begin_load(wanted).go()
+                self._apply(said)
         _log.info(
             "embedding server %s has %d rows of its log, after %.1f s",
             self._options.name,
@@ -233,29 +205,27 @@ class EmbeddingServer:
         is_busy = False
         while not registration.service_has_ended:
             now = time.monotonic()
-            if not self._counters.is_draining and should_stop():
-                self._counters.is_draining = True
+            if not self._is_draining and should_stop():
+                self._is_draining = True
                 give_up_at = now + self._options.drain_s
                 _log.info("embedding server %s drains: it ends when no part lies here", self._options.name)
-            if self._counters.is_draining and (now >= give_up_at or (self._parts.is_empty and not self._moves)):
+            if self._is_draining and (now >= give_up_at or (self._parts.is_empty and not self._moves)):
                 return
             poller.poll(0 if is_busy else 1000 * min(_LOOK_S, self._receiver.look_again_s))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
             for received in self._receiver.receive():
                 self._take(received)
-            is_busy = self._go_on_moving()
-            is_busy = self._go_on_loading() or is_busy
+            is_busy = self._take_loaded()
+            self._moves = {key: move for key, move in self._moves.items() if not move.is_over}
             self._tell_kept()
-            self._log.look_after(self._parts, self._dump)
+            self._log.look_after(self._parts, lambda: self._rows_of(range(EMBEDDING_PARTS), 0))
 
     def _close(self) -> None:
-        for load in self._loads.values():
-            load.cancel()
         self._log.close()
         self._tell_kept()
         until = time.monotonic() + LINGER_S
-        outboxes = [*self._outboxes.values(), *(move.outbox for move in self._moves.values())]
+        outboxes = [*(peer.outbox for peer in self._peers.values()), *self._moves.values()]
         for outbox in outboxes:
             outbox.finish()
         for outbox in outboxes:
@@ -276,9 +246,8 @@ class EmbeddingServer:
             "rows": self._tables.num_rows,
             "bytes": self._tables.num_bytes,
             "limit_bytes": self._tables.limit_bytes,
-            "draining": self._counters.is_draining,
-            "reads": self._counters.reads,
-            "written_rows": self._counters.written_rows,
+            "draining": self._is_draining,
+            "reads": self._num_read,
         }
 
     # What comes
@@ -300,124 +269,93 @@ class EmbeddingServer:
             _log.warning("refused a message: %s is none for an embedding server", type(said).__name__)
 
     def _open(self, said: OpenTables) -> None:
-        self._outboxes = {name: outbox for name, outbox in self._outboxes.items() if not outbox.is_over}
-        before = self._outboxes.get(said.client)
-        if before is None or before.receivers != said.reply_to:
-            if before is not None:
-                before.abandon()
-            self._outboxes[said.client] = Outbox(self._service.batch_key, self._options.name, said.reply_to, self._wake)
-        self._queues.pop(said.client, None)  # the client repeats what it has no answer to
+        self._peers = {name: peer for name, peer in self._peers.items() if not peer.outbox.is_over}
+        peer = self._peers.get(said.client)
+        if peer is None or peer.outbox.receivers != said.reply_to:
+            if peer is not None:
+                peer.outbox.abandon()
+            outbox = Outbox(self._service.batch_key, self._options.name, said.reply_to)
+            peer = self._peers[said.client] = _Peer(outbox)
+        peer.requests.clear()  # the client repeats what it has no answer to
         try:
-            if self._parts.outcome_of_open(said) is Outcome.DO:
+            if said.client in self._refusals:
+                self._fail(said.client, 0, self._refusals[said.client])
+            elif not self._parts.has_opened(said):
                 self._tables.add(said.tables)
-                self._append(said)
-                self._apply(said)
+                self._append_and_apply(said)
                 _log.info("rank %d has opened %d tables as client %s", said.rank, len(said.tables), said.client)
         except EmbeddingError as error:
-            self._answer(said.client, EmbeddingRefused(self._options.name, 0, str(error)))
-        self._refuse_replaced()
+            self._fail(said.client, 0, str(error))
+        self._fail_replaced()
 
     def _ask(self, said: Request, frames: Frames) -> None:
-        requests = self._queues.setdefault(said.client, collections.deque())
-        if requests and self._parts.overtakes(said):
-            if isinstance(said, DropParts | RestoreGeneration):
-                while requests:
-                    other, _ = requests.popleft()
-                    self._refuse(
-                        other, f"the parts that it waits for were given up by {type(said).__name__} {said.number}"
-                    )
-            requests.appendleft((said, frames))
+        peer = self._peers.get(said.client)
+        if peer is None:
+            return  # a stranger: one knows no address
+        if said.client in self._refusals:
+            self._fail(said.client, said.number, self._refusals[said.client])
+        elif self._parts.overtakes(said):
+            peer.requests.appendleft((said, frames))
         else:
-            requests.append((said, frames))
+            peer.requests.append((said, frames))
         self._go_on_with(said.client)
 
     def _go_on_with(self, client: str) -> None:
         """Do what a client has asked, in order, up to what has to wait."""
-        requests = self._queues.get(client)
-        while requests and self._try(*requests[0]):
-            requests.popleft()
-        if not requests:
-            self._queues.pop(client, None)
+        peer = self._peers.get(client)
+        while peer is not None and peer.requests:
+            said, frames = peer.requests[0]
+            try:
+                if not self._do(said, frames):
+                    return
+            except (EmbeddingError, LookupError, ValueError) as error:
+                self._fail(client, said.number, str(error))
+                return
+            peer.requests.popleft()
 
-    def _try(self, said: Request, frames: Frames) -> bool:
-        """Do what is asked, or refuse it; return False if it has to wait."""
-        try:
-            return self._do_if_ready(said, frames)
-        except EmbeddingError as error:
-            self._refuse(said, str(error))
-        return True
-
-    def _do_if_ready(self, said: Request, frames: Frames) -> bool:
-        if isinstance(said, ReadRows | WriteRows):
+    def _do(self, said: Request, frames: Frames) -> bool:
+        """Do what is asked; return False if it has to wait."""
+        parts = self._parts
+        if parts.has_made(said):
+            self._answer(said)
+        elif isinstance(said, ReadRows | WriteRows):
             return self._read_or_write(said, frames)
-        outcome = self._parts.outcome_of(said)
-        if outcome is Outcome.DONE:
-            self._answer_again(said)
-        elif outcome is Outcome.WAIT:
-            return False
         elif isinstance(said, SendParts):
+            if not parts.are_here(said, said.parts):
+                return False
             self._begin_move(said)
         else:
-            return self._change(said)
+            if not isinstance(said, MarkGeneration):
+                parts.check_may_have(said)
+            self._append_and_apply(said)
+            self._answer(said)
+            self._fail_replaced()
         return True
 
     def _read_or_write(self, said: ReadRows | WriteRows, frames: Frames) -> bool:
         table = self._parts.table_of(said)
-        _check_frames(said, frames, 1 if isinstance(said, ReadRows) else 2)
         ids = ids_of(frames[0], table)
-        outcome = self._parts.outcome_of(said, parts_of(ids))
-        if outcome is Outcome.WAIT:
+        if not self._parts.are_here(said, parts_of(ids)):
             return False
         if isinstance(said, ReadRows):
             rows, is_there = self._tables[table].read(ids)
-            self._counters.reads += len(ids)
-            self._answer(said.client, RowsRead(self._options.name, said.number), (rows.data, is_there.data))
-        elif outcome is Outcome.DONE:
-            self._answer_again(said)
+            self._num_read += len(ids)
+            self._say(said.client, RowsRead(self._options.name, said.number), (rows.data, is_there.data))
         else:
             rows = rows_of_frame(frames[1], table, len(ids))
             self._tables.check_room(table, ids)
-            self._append(said, frames)
-            self._apply(said, (), ids, rows)
-            self._counters.written_rows += len(ids)
-            self._due_when_kept(said.client)
+            self._append_and_apply(said, ids, rows)
+            self._answer(said)
         return True
 
-    def _change(self, said: OfParts | MarkGeneration) -> bool:
-        """Make a change of whole parts, or mark a generation; return False if it has to wait."""
-        if isinstance(said, AdoptParts | RestoreGeneration):
-            load = self._loads.get((said.client, said.number)) or self._begin_load(said)
-            if not load.is_found and not load.error:
-                return False
-            if load.error:
-                del self._loads[said.client, said.number]
-                raise EmbeddingError(load.error)
-            load.go()
-        # What it has overtaken.
-        behind = (other for other, _ in self._queues[said.client] if isinstance(other, Change))
-        waiting = [other.number for other in behind if other.number < said.number]
-        self._append(said, (), waiting)
-        self._apply(said, waiting)
-        if isinstance(said, MarkGeneration):
-            self._due_when_kept(said.client, GenerationMarked(self._options.name, said.number))
-            self._refuse_replaced()
-        else:
-            self._due_when_kept(said.client)
-        return True
+    def _append_and_apply(self, said: Applied, ids: Ids | None = None, rows: Rows | None = None) -> None:
+        self._log.append(said, () if ids is None or rows is None else (ids.data, rows.data))
+        self._apply(said, ids, rows)
 
-    def _append(self, said: Applied, frames: Frames = (), waiting: Sequence[int] = ()) -> None:
-        while self._unlogged:
-            self._log.append(self._unlogged[0])
-            self._unlogged.popleft()
-        self._log.append(said, frames, waiting)
-
-    def _apply(
-        self, said: Applied, waiting: Sequence[int] = (), ids: Ids | None = None, rows: Rows | None = None
-    ) -> None:
+    def _apply(self, said: Applied, ids: Ids | None = None, rows: Rows | None = None) -> None:
         if isinstance(said, OpenTables):
             self._tables.add(said.tables)
-        emptied = self._parts.apply(said, waiting)
-        for part, tables in emptied.items():
+        for part, tables in self._parts.apply(said).items():
             for table in tables:
                 self._tables[table].drop(part)
         if isinstance(said, OpenTables | MarkGeneration):
@@ -425,224 +363,135 @@ class EmbeddingServer:
         if isinstance(said, WriteRows | PartRows) and ids is not None and rows is not None:
             self._tables[self._parts.table_of(said)].write(ids, rows)
 
-    def _refuse(self, said: Request, text: str) -> None:
-        client = self._parts.clients.get(said.client)
-        if isinstance(said, Change) and said.number > 0 and client is not None:
-            if client.has_decided(said.number):
-                text = client.refused.get(said.number, text)
-            else:
-                self._note_refusal(Refusal(said.client, said.number, text))
-        self._answer(said.client, EmbeddingRefused(self._options.name, said.number, text))
+    def _fail(self, client: str, number: int, text: str) -> None:
+        """Refuse what a client has asked, and all that it will ask."""
+        self._refusals[client] = text
+        if (peer := self._peers.get(client)) is not None:
+            peer.requests.clear()
+            peer.outbox.put(EmbeddingRefused(self._options.name, number, text))
 
-    def _note_refusal(self, refusal: Refusal) -> None:
-        try:
-            self._append(refusal)
-        except EmbeddingError:
-            self._unlogged.append(refusal)
-        self._apply(refusal)
-
-    def _refuse_replaced(self) -> None:
-        """Refuse what clients still wait for that others have replaced."""
-        for name in [name for name in self._queues if name not in self._parts.clients]:
-            for said, frames in self._queues.pop(name):
-                self._try(said, frames)
-        replaced = [name for name in self._outboxes if name not in self._parts.clients]
+    def _fail_replaced(self) -> None:
+        replaced = [name for name in self._peers if name not in self._parts.clients]
+        for name in replaced:
+            if name not in self._refusals:
+                self._fail(name, 0, f"client {name} was replaced by another trainer of its rank: end this one")
         for name in replaced[:-_TOLD_REPLACED]:
-            self._outboxes.pop(name).finish()
+            self._peers.pop(name).outbox.finish()
+        known = self._peers.keys() | self._parts.clients.keys()
+        self._refusals = {name: text for name, text in self._refusals.items() if name in known}
 
     # Answers
 
-    def _answer(self, client: str, message: EmbeddingMessage, frames: Frames = ()) -> None:
-        if (outbox := self._outboxes.get(client)) is not None:
-            outbox.put(message, frames)
+    def _say(self, client: str, message: EmbeddingMessage, frames: Frames = ()) -> None:
+        if (peer := self._peers.get(client)) is not None:
+            peer.outbox.put(message, frames)
 
-    def _answer_again(self, said: Request) -> None:
-        client = self._parts.clients[said.client]
-        if said.number in client.refused:
-            self._answer(said.client, EmbeddingRefused(self._options.name, said.number, client.refused[said.number]))
+    def _answer(self, said: Request) -> None:
+        """Answer a change, now made or before, when it is on the disk; or read the parts, if no thread reads them."""
+        name = self._options.name
+        message: EmbeddingMessage | None = None
+        if isinstance(said, WriteRows | DropParts):
+            message = WritesKept(name, said.number)
         elif isinstance(said, MarkGeneration):
-            self._due_when_kept(said.client, GenerationMarked(self._options.name, said.number))
+            message = GenerationMarked(name, said.number)
         elif isinstance(said, Expectation) and self._parts.is_complete(said):
-            self._due_when_kept(said.client, PartsHeld(self._options.name, said.number, said.parts))
-        elif not isinstance(said, SendParts):
-            self._due_when_kept(said.client)
-
-    def _due_when_kept(self, client: str, message: PartsHeld | GenerationMarked | None = None) -> None:
-        """Say, when all that is in the log now is on the disk, that the client's changes are kept; and a message."""
+            message = PartsHeld(name, said.number, said.parts)
+        elif isinstance(said, AdoptParts | RestoreGeneration) and (said.client, said.number) not in self._loading:
+            self._loading.add((said.client, said.number))
+            parts = [part for part in said.parts if self._parts.expected.get(part) == said]
+            self._loader.load(said, parts, list(self._parts.clients[said.client].tables.values()))
         if message is not None:
-            self._due.append((self._log.num_records, client, message))
-        kept = WritesKept(self._options.name, self._parts.clients[client].decided_up_to)
-        self._due.append((self._log.num_records, client, kept))
+            self._due.append((self._log.num_records, said.client, message))
 
     def _tell_kept(self) -> None:
-        newest: dict[str, WritesKept] = {}
         if self._due and self._due[0][0] <= self._log.num_synced:
             reach("embedding.before_answer")
         while self._due and self._due[0][0] <= self._log.num_synced:
             _, client, message = self._due.popleft()
-            if isinstance(message, WritesKept):
-                newest[client] = message
-            else:
-                self._answer(client, message)
-        for client, kept in newest.items():
-            self._answer(client, kept)
+            self._say(client, message)
 
     # Parts that come
 
     def _part_rows_came(self, said: PartRows, frames: Frames) -> None:
         """Take rows of parts that are expected; others have come late, or again."""
-        if said.client not in self._parts.clients:
+        if said.client not in self._parts.clients or said.client in self._refusals:
             return
         try:
             table = self._parts.table_of(said)
-            _check_frames(said, frames, 2)
             ids = ids_of(frames[0], table)
             rows = rows_of_frame(frames[1], table, len(ids))
-        except EmbeddingError as error:
-            _log.warning("refused rows of another embedding server: %s", error)
-            return
-        touched = np.flatnonzero(parts_of(ids)).tolist()
-        wanted = [part for part in touched if self._parts.expects(said, part)]
-        if not wanted:
-            return
-        if len(wanted) < len(touched):
-            chosen = np.isin(ids & (EMBEDDING_PARTS - 1), wanted)
-            ids, rows = ids[chosen], rows[chosen]
-        try:
+            touched = parts_of(ids)
+            wanted = [part for part in touched if self._parts.expects(said, part)]
+            if not wanted:
+                return
+            if len(wanted) < len(touched):
+                chosen = np.isin(ids & (EMBEDDING_PARTS - 1), wanted)
+                ids, rows = ids[chosen], rows[chosen]
             self._tables.check_room(table, ids)
-            self._append(said, (ids.data, rows.data))
-            self._apply(said, (), ids, rows)
-            self._counters.written_rows += len(ids)
+            self._append_and_apply(said, ids, rows)
             reach("embedding.part_received")
-        except EmbeddingError as error:
-            self._give_up([self._parts.expected[part] for part in wanted], str(error))
+        except (EmbeddingError, LookupError) as error:
+            self._fail(said.client, said.number, str(error))
 
     def _parts_came(self, said: PartsSent) -> None:
         parts = [part for part in said.parts if self._parts.expects(said, part)]
-        if not parts:
+        if not parts or said.client in self._refusals:
             return
         reach("embedding.before_held")
-        expected = [self._parts.expected[part] for part in parts]
-        held = PartsSent(said.client, said.number, parts)
+        expected = {wanted.number: wanted for wanted in map(self._parts.expected.__getitem__, parts)}
         try:
-            self._append(held)
+            self._append_and_apply(PartsSent(said.client, said.number, parts))
         except EmbeddingError as error:
-            self._give_up(expected, str(error))
+            self._fail(said.client, said.number, str(error))
             return
-        self._apply(held)
-        for wanted in {wanted.number: wanted for wanted in expected}.values():
-            if self._parts.is_complete(wanted):
-                self._due_when_kept(said.client, PartsHeld(self._options.name, wanted.number, wanted.parts))
-                _log.info("%d parts of client %s are here", len(wanted.parts), said.client)
+        for wanted in expected.values():
+            self._answer(wanted)
         self._go_on_with(said.client)
 
-    def _give_up(self, expected: Sequence[Expectation], text: str) -> None:
-        """Refuse, late, what has had parts expected that cannot come."""
-        for wanted in {wanted.number: wanted for wanted in expected}.values():
-            self._note_refusal(Refusal(wanted.client, wanted.number, text))
-            self._answer(wanted.client, EmbeddingRefused(self._options.name, wanted.number, text))
-            self._go_on_with(wanted.client)
-
-    def _begin_load(self, said: AdoptParts | RestoreGeneration) -> Load:
-        tables = list(self._parts.clients[said.client].tables.values())
-        load = self._loads[said.client, said.number] = Load(said, tables, self._wake)
-        return load
-
-    def _go_on_loading(self) -> bool:
-        """Take a piece of each log that is read; return whether there is more to take now."""
-        is_busy = False
-        for key, load in list(self._loads.items()):
-            said = load.said
-            if not load.has_begun:
-                if load.is_found or load.error:
-                    self._go_on_with(said.client)
-                if not load.has_begun and said.client not in self._queues:  # nobody asks for it any more
-                    load.cancel()
-                    self._loads.pop(key, None)
-                continue
-            try:
-                chunk = load.chunks.get_nowait()
-            except queue.Empty:
-                continue
-            is_busy = True
-            if chunk is not None:
-                table, ids, rows = chunk
-                self._part_rows_came(PartRows(said.client, said.number, table.name, -1), (ids.data, rows.data))
-                continue
-            del self._loads[key]
-            if not load.error:
-                self._parts_came(PartsSent(said.client, said.number, said.parts))
-            elif any(self._parts.expected.get(part) == said for part in said.parts):
-                self._give_up([said], load.error)
-        return is_busy
+    def _take_loaded(self) -> bool:
+        """Take what was read from logs; return whether there may be more."""
+        if (loaded := self._loader.take()) is None:
+            return False
+        said, rows = loaded
+        if not isinstance(rows, str):
+            table, ids, data = rows
+            self._part_rows_came(PartRows(said.client, said.number, table.name, -1), (ids.data, data.data))
+            return True
+        self._loading.discard((said.client, said.number))
+        if not rows:
+            self._parts_came(PartsSent(said.client, said.number, said.parts))
+        elif not self._parts.is_complete(said):
+            self._fail(said.client, said.number, rows)
+        return True
 
     # Parts that go
 
     def _begin_move(self, said: SendParts) -> None:
         key = said.client, said.number
         if (before := self._moves.get(key)) is not None:
-            if before.said.to == said.to and not before.outbox.is_over:
+            if before.receivers == said.to and not before.is_over:
                 return
-            before.outbox.abandon()
-        outbox = Outbox(self._service.batch_key, self._options.name, said.to, self._wake)
-        self._moves[key] = _Move(said, outbox, self._rows_to_send(said))
+            before.abandon()
+        pieces = self._rows_of(said.parts, said.number)
 
-    def _rows_to_send(self, said: SendParts) -> Iterator[tuple[PartRows, Frames]]:
-        for part in said.parts:
-            for table in list(self._parts.clients[said.client].tables.values()):
-                for ids, rows in self._tables[table].rows_of(part, _CHUNK_BYTES):
-                    yield PartRows(said.client, said.number, table.name, part), (ids.data, rows.data)
+        def send() -> Iterator[Piece]:
+            for piece in pieces:
+                yield piece
+                reach("embedding.part_sent")
+            yield PartsSent(said.client, said.number, said.parts), ()
 
-    def _go_on_moving(self) -> bool:
-        """Send a piece of the parts of each move; return whether more could leave now."""
-        is_busy = False
-        for key, move in list(self._moves.items()):
-            outbox, said = move.outbox, move.said
-            if outbox.is_over:
-                del self._moves[key]
-                if outbox.why_lost:  # the client has another one adopt the parts, or says where that one is now
-                    _log.warning(
-                        "parts %s cannot be sent, the other server is not there: %s", said.parts, outbox.why_lost
-                    )
-            elif any(self._parts.holder[part] != said.client for part in said.parts):
-                outbox.abandon()  # whoever gave them to others has them no more to send
-                del self._moves[key]
-            elif not move.is_sent:
-                is_busy = self._send_piece(move) or is_busy
-        return is_busy
+        self._moves[key] = Outbox(self._service.batch_key, self._options.name, said.to, send())
 
-    def _send_piece(self, move: _Move) -> bool:
-        num_sent = 0
-        while num_sent < _CHUNK_BYTES:
-            if move.outbox.num_waiting > _AHEAD_BYTES:
-                return False  # it wakes this thread when some has left
-            if (piece := next(move.rows, None)) is None:
-                move.outbox.put(PartsSent(move.said.client, move.said.number, move.said.parts))
-                move.outbox.finish()
-                move.is_sent = True
-                return False
-            header, frames = piece
-            move.outbox.put(header, frames)
-            reach("embedding.part_sent")
-            num_sent += sum(map(size_of, frames))
-        return True
-
-    def _dump(self) -> Dump:
-        """Return what gives the rows of all parts that are here, from another thread."""
-        places = []
-        for part in range(EMBEDDING_PARTS):
-            if whose := self._parts.whose(part):
-                tables = self._parts.clients[whose].tables.values()
-                places += [(whose, part, table.name, self._tables[table]) for table in tables]
-
-        def dump() -> Iterator[tuple[PartRows, Frames]]:
-            for client, part, name, store in places:
-                for ids, rows in store.rows_of(part, _CHUNK_BYTES):
-                    yield PartRows(client, 0, name, part), (ids.data, rows.data)
-
-        return dump
-
-
-def _check_frames(said: ReadRows | WriteRows | PartRows, frames: Frames, count: int) -> None:
-    if len(frames) != count:
-        raise EmbeddingError(f"{type(said).__name__} {said.number} came with {len(frames)} frames; it has {count}")
+    def _rows_of(self, parts: Sequence[int], number: int) -> Iterator[tuple[PartRows, Frames]]:
+        """Give the rows of parts, from another thread: some as they are now, and some as they will be."""
+        places = [
+            (whose, part, table.name, self._tables[table])
+            for part in parts
+            if (whose := self._parts.whose(part))
+            for table in self._parts.clients[whose].tables.values()
+        ]
+        return (
+            (PartRows(client, number, name, part), (ids.data, rows.data))
+            for client, part, name, store in places
+            for ids, rows in store.rows_of(part, _CHUNK_BYTES)
+        )

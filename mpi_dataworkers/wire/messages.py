@@ -1050,8 +1050,8 @@ class WriteRows(Message, frozen=True):
     """Rows as they are now; frames: ids, and rows one behind the other. The last write of a row counts.
 
     Attributes:
-        number: larger with each change that this client asks of any server. A change that has been made is not made
-            again: one that is repeated has the number that it had on this server, one for another server a new one.
+        number: larger with each change that this client asks of any server. Changes are made in their order, so what
+            comes again is known by a number that is not larger than the last one's.
     """
 
     client: str
@@ -1060,11 +1060,7 @@ class WriteRows(Message, frozen=True):
 
 
 class ExpectParts(Message, frozen=True):
-    """Parts will come from another server, which is asked later (`SendParts`); what this client asks waits until then.
-
-    It may be asked again, under a new number, while they have not come; so may `AdoptParts`: what waits goes on
-    waiting. `DropParts` and `RestoreGeneration` refuse it.
-    """
+    """Parts will come from another server, asked later (`SendParts`); what is asked of them waits until then."""
 
     client: str
     number: int
@@ -1118,6 +1114,8 @@ class DropParts(Message, frozen=True):
 class AdoptParts(Message, frozen=True):
     """Take parts of a server that is lost, as its log has them; what is asked of them waits until then.
 
+    Where they are expected from that server, this goes before what waits for them. Parts that are here have come whole.
+
     Attributes:
         log: the lost server's directory.
     """
@@ -1168,7 +1166,7 @@ class RowsRead(Message, frozen=True):
 
 
 class WritesKept(Message, frozen=True):
-    """Changes with numbers up to this one are on the disk, but for those that were refused."""
+    """Writes with numbers up to this one are on the disk, and so is what was dropped."""
 
     server: str
     number: int
@@ -1194,11 +1192,10 @@ class GenerationMarked(Message, frozen=True):
 
 
 class EmbeddingRefused(Message, frozen=True):
-    """What was asked cannot be done; nothing was changed. Of parts that did not come whole, nothing is here.
+    """What was asked cannot be done, and no row was written. The client has failed: all else that it asks is refused.
 
     Attributes:
-        number: of the message that asked for it; 0: `OpenTables`. A change that was refused stays so: what is asked
-            again has a new number.
+        number: of the message that asked for it; 0: `OpenTables`, or another client has taken its place.
         text: what failed, the value, the rule, the next step.
     """
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hetstream.mpi_dataworkers.embedding.history import parts_now, parts_of_generation
-from hetstream.mpi_dataworkers.embedding.log import Dump, Log
-from hetstream.mpi_dataworkers.embedding.parts import Parts, Refusal
+from hetstream.mpi_dataworkers.embedding.log import Log
+from hetstream.mpi_dataworkers.embedding.parts import Parts
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.wire.messages import (
     EMBEDDING_PARTS,
@@ -35,11 +35,11 @@ class Kept:
         self.parts, self.rows = Parts(), dict[int, bytes]()
         self.log = Log(folder, lambda: None, kept_generations, least_log_bytes)
         try:
-            for said, waiting, data in self.log.recover():
+            for said, data in self.log.recover():
                 if isinstance(said, Parts):
                     self.parts = said
                 else:
-                    self.parts.apply(said, waiting)
+                    self.parts.apply(said)
                 if isinstance(said, WriteRows | PartRows):
                     count = len(data) // 16
                     ids = np.frombuffer(data, np.int64, count).tolist()
@@ -48,7 +48,7 @@ class Kept:
             self.log.close()
             raise
 
-    def change(self, said: OpenTables | WriteRows | MarkGeneration | Refusal, frames: Sequence[bytes] = ()) -> None:
+    def change(self, said: OpenTables | WriteRows | MarkGeneration, frames: Sequence[bytes] = ()) -> None:
         self.log.append(said, frames)
         self.parts.apply(said)
 
@@ -63,14 +63,11 @@ class Kept:
     def look_after(self) -> None:
         rows = dict(self.rows)  # as a thread may see them
 
-        def dump() -> Iterator[tuple[PartRows, Sequence[bytes]]]:
-            for row, data in rows.items():
-                yield PartRows(CLIENT, 0, "t", row % EMBEDDING_PARTS), (np.int64(row).tobytes(), data)
-
-        def give() -> Dump:
-            return dump
-
-        self.log.look_after(self.parts, give)
+        dump = (
+            (PartRows(CLIENT, 0, "t", row % EMBEDDING_PARTS), (np.int64(row).tobytes(), data))
+            for row, data in rows.items()
+        )
+        self.log.look_after(self.parts, lambda: dump)
 
     def close(self) -> None:
         self.log.close()
@@ -103,11 +100,11 @@ def test_a_torn_record_is_cut_off_at_each_byte(folder: Path, tmp_path: Path) -> 
             again = Kept(copy)
             is_whole = size == len(whole)
             assert again.rows == some_rows(1) | (some_rows(2) if is_whole else {})
-            assert again.parts.clients[CLIENT].decided == (2 if is_whole else 1)
+            assert again.parts.clients[CLIENT].made == (2 if is_whole else 1)
             again.write(3, some_rows(3))
             again.close()
             again = Kept(copy)
-            assert again.parts.clients[CLIENT].decided == 3
+            assert again.parts.clients[CLIENT].made == 3
             assert again.rows == some_rows(1) | (some_rows(2) if is_whole else {}) | some_rows(3)
             again.close()
             shutil.rmtree(copy)

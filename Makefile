@@ -173,8 +173,8 @@ record-release: venv
 bench-%: venv
 	$(BIN)/python -m benchmarks.$* $(ARGS)
 
-# In the environment of peers' tests, which has nnU-Net and libraries of streams.
-bench-nnunet bench-streams: bench-%: $(PEERS_VENV)/.ready
+# In the environment of peers' tests, which has nnU-Net, torchrec and libraries of streams.
+bench-nnunet bench-streams bench-embedding: bench-%: $(PEERS_VENV)/.ready
 	$(PEERS_VENV)/bin/python -m benchmarks.$* $(ARGS)
 
 # SPDL takes FFmpeg from the system, and FFCV is built with the system's OpenCV: what cannot be had is a row without a value.

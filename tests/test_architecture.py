@@ -166,6 +166,8 @@ OPTIONAL = {
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 900, 60, 8
 # What is longer, its limit, and why. A row that is needed no more is an error, too.
 LONGER: dict[str, tuple[int, str]] = {
+    "benchmarks/clients/embedding_train.py train lines": (65, "one loop over steps, as a reader of it wants to see it"),
+    "benchmarks/embedding.py main lines": (69, "what the report says, a row or a note each"),
     "mpi_dataworkers/wire/messages.py": (1400, "one list: all that is said on the wire"),
     "slurm_plugin/client/parse_text.py _job lines": (74, "one line for each field of the model"),
     "slurm_plugin/client/parse_json.py _job lines": (74, "one line for each field of the model"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import hetstream
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
@@ -96,3 +97,29 @@ def test_torchrec_looks_its_ids_up() -> None:
         rows = model.embedding_bags[key].weight[values]
         sums = [rows[end - length : end].sum(0) for end, length in zip(ends, lengths, strict=True)]
         torch.testing.assert_close(found[key], torch.stack(sums))
+
+
+def test_a_collection_takes_torchrecs_configs_states_and_features() -> None:
+    """And returns and updates what torchrec's own collection does."""
+    configs = [
+        torchrec.EmbeddingBagConfig(num_embeddings=20, embedding_dim=8, name="users", feature_names=["user"]),
+        torchrec.EmbeddingBagConfig(num_embeddings=30, embedding_dim=8, name="things", feature_names=["item", "seen"]),
+    ]
+    theirs = torchrec.EmbeddingBagCollection(tables=configs)
+    ours = hetstream.EmbeddingBagCollection(configs, optimizer=hetstream.RowSGD(0.1))
+    ours.load_state_dict(theirs.state_dict())
+    features = torchrec.KeyedJaggedTensor(
+        keys=["seen", "user", "item"],
+        values=torch.tensor([1, 2, 29, 19, 0, 3, 3, 3]),
+        lengths=torch.tensor([2, 0, 1, 1, 1, 1, 0, 1, 1]),
+    )
+    expected, got = theirs(features), ours(features)
+    assert got.keys() == expected.keys()
+    assert torch.equal(got.values(), expected.values())
+    for pooled in (expected, got):
+        pooled.values().pow(2).sum().backward()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight -= 0.1 * weight.grad
+    for name, weight in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], weight)

@@ -33,7 +33,7 @@ RECORDED = Path(__file__).with_name("recorded")
 NOW_S = 1.8e9
 KEYS = ["k" * 40] * 5
 REPORT = ReportDemand(8123, 1, 3, 5, 4, 0.25)
-REGISTERED = Registered("ada", REPORT, 7, NOW_S, 2.0, 4, "4 of 5: 64 CPUs are shared by 2 jobs")
+REGISTERED = Registered("ada", REPORT, 7, NOW_S, 2.0, 4, "4 of 5: 64 CPUs are shared by 2 job(s)")
 SAMPLE = Sample(NOW_S, 64, 32, 8, 6, 1000, 500, 12.5, 4, 2, 0.25, (1, 2, 3, 0), 5, 4, 1.5, {})
 LOADER = RegisterLoader("train", 0, 0, 1, "gpu0", 42, "d0", {})
 STATS = LoaderStats(epochs=2, steps=10)

@@ -68,7 +68,7 @@ def test_a_loader_shuffles_them_and_keeps_what_is_made(tmp_path: Path) -> None:
     images = {dataset[at][0].numpy().tobytes() for at in range(6)}
     assert len(images) == 6
     assert all({image for batch in batches for image in batch} == images for batches in epochs)
-    # A file that was written a moment ago is not yet known by its time: then the second epoch is the first that is kept.
+    # A file that was written a moment ago is not yet known by its time: then the second epoch is the first to be kept.
     assert loader.stats()["cache_hits"] in (6, 12)
     training = hetstream.DataLoader(ImageTar([tmp_path / "a.tar"], TrainingRecipe(16), mean=(1, 1, 1)), 6)
     assert next(iter(training))[0].dtype == torch.float32

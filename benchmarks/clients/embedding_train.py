@@ -243,14 +243,14 @@ HOLDERS = {
 }
 
 
-def moved_bytes() -> int:
-    """Bytes that this host has received, or sent if that is more; 0 where it has no network of its own."""
+def moved_bytes() -> tuple[int, int]:
+    """Bytes that this host has received and sent; 0 where it has no network of its own."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "eth0":
             numbers = counts.split()
-            return max(int(numbers[0]), int(numbers[8]))
-    return 0
+            return int(numbers[0]), int(numbers[8])
+    return 0, 0
 
 
 def queued_s() -> float:
@@ -277,7 +277,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     losses: list[float] = []
     ends: list[float] = []
     before: dict[str, float] = {}
-    moved = 0
+    moved = 0, 0
     found: dict[str, Any] = {}
     if "load" in asked:
         begun = time.monotonic()
@@ -319,7 +319,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         "step_ms": 1e3 * (ends[-1] - begun) / num,
         "own_ms": 1e3 * (ends[-1] - begun - max(0.0, queued_s() - queued)) / num,
         "cpu_ms": 1e3 * (time.process_time() - cpu_s) / num,
-        "mb_a_step": (moved_bytes() - moved) / num / 1e6,
+        "mb_a_step": max(now - then for now, then in zip(moved_bytes(), moved, strict=True)) / num / 1e6,
         "losses": losses,
         "ends": ends[warmup:],
     }

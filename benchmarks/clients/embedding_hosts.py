@@ -169,7 +169,9 @@ def found_by(ranks: Sequence[subprocess.Popen[str]], folder: Path, timeout_s: fl
     for rank, program in enumerate(ranks):
         if program.wait(60):
             said = (folder / f"rank{rank}.log").read_text().strip().splitlines()
-            raise SystemExit(f"rank {rank} ended with {program.returncode}: {said[-1] if said else 'it said nothing'}")
+            # Libraries have words of their own behind an exception.
+            why = next((line for line in reversed(said) if "Error: " in line), said[-1] if said else "it said nothing")
+            raise SystemExit(f"rank {rank} ended with {program.returncode}: {why}")
     return dict(json.loads(next(line for line in printed.splitlines() if line.startswith("{"))))
 
 

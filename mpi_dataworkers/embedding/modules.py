@@ -187,7 +187,7 @@ class _Rows(nn.Module):
             grads = grads.coalesce()
             whole = torch.zeros(rows.shape, dtype=grads.dtype)
             grads = whole.index_copy_(0, grads.indices()[0].cpu(), grads.values().cpu())
-        self.table.give(step, grads.to("cpu", torch.float32))
+        self.table.give(step, rows, grads.to("cpu", torch.float32))
         if not self._is_due:
             self._is_due = True
             # Where this backward ends, in the thread that called it, as DistributedDataParallel does.

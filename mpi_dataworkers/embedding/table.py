@@ -291,8 +291,10 @@ class Table:
         if self._cache is not None:
             self._waiting.append((weakref.ref(weights), step.slots))
 
-    def give(self, step: _Step, grads: torch.Tensor) -> None:
-        """Add gradients [ids, dim] of the rows that `take` returned; `update` applies them."""
+    def give(self, step: _Step, weights: torch.Tensor, grads: torch.Tensor) -> None:
+        """Add gradients [ids, dim] of the weights that `take` returned; `update` applies them."""
+        # The program may have the weights for longer, as a loss of the step before has them.
+        self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not weights]
         self._grads.append((step, grads))
         self.wait_for_grads(step, grads)
 

@@ -204,6 +204,16 @@ def test_lookups_of_which_nobody_keeps_the_gradients_do_not_fill_the_cache(serve
     bag(data[0][0])
 
 
+def test_memory_for_one_step_is_enough_while_the_loss_before_is_kept(servers: Servers) -> None:
+    servers(1)
+    data = batches(NUM_ROWS, STEPS)
+    bag = _bag(cached_rows=max(len(ids.unique()) for ids, _ in data))
+    kept = [bag(data[0][0]).sum()]
+    for ids, _ in data:
+        kept[-1].backward(retain_graph=True)
+        kept.append(bag(ids).sum())
+
+
 def test_a_step_that_does_not_fit_is_named(servers: Servers) -> None:
     servers(1)
     bag = _bag(cached_rows=100)

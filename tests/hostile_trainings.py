@@ -33,6 +33,7 @@ from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.process.interpreter import announce, announced
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, read_address_file, write_address_file
 from hetstream.slurm_plugin.cli import filter as cli_filter
+from hetstream.slurm_plugin.submit import conversion as submit_conversion
 from tests.base.users import VICTIM
 from tests.checkpoint.parts import write_checkpoint
 from tests.hostile_places import EVIL, Dirt, Place, Scenario, made
@@ -270,11 +271,11 @@ def filters(path: Path) -> str:
     _use_tmpdir(path)
     plan = types.SimpleNamespace(sbatch_options=())
     conversion = types.SimpleNamespace(notes=(), plan=plan, script=b"#!/bin/sh\n", words_to_unset=lambda: [])
-    _replace(cli_filter, convert_script=lambda *_: conversion)
+    _replace(submit_conversion, convert_script=lambda *_: conversion)
     os.environ[cli_filter.NONCE] = "abc"
     said, sys.stdout = sys.stdout, io.TextIOWrapper(io.BytesIO())
     try:
-        cli_filter.run(argparse.Namespace(words=["", __file__, __file__]))
+        cli_filter.run(argparse.Namespace(words=["--data-workers=1", __file__, __file__]))
         sys.stdout.seek(0)
         (left,) = re.findall(r"rmdir -- (\S+)", sys.stdout.read())
     finally:

@@ -224,7 +224,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/gpu_features/triton_cache.py": "_of_this_process _private _remove _why_not",
         "mpi_dataworkers/partitioner/unmodified.py": "_explain",
         "slurm_plugin/cli/explain.py": "_findings*3",
-        "slurm_plugin/cli/filter.py": "run*4",
+        "slurm_plugin/cli/filter.py": "_convert*3 run",
         "slurm_plugin/cli/migrate.py": "_submit*2",
         "slurm_plugin/cli/submit.py": "_submit",
         "slurm_plugin/client/slurm.py": "CommandSlurm.batch_script*2",

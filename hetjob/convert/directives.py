@@ -1,21 +1,20 @@
-"""Find and read the `#HETSTREAM` lines of a batch script.
+"""Find and read the `#HETSTREAM` lines of a batch script, and the options that may stand there.
 
-First arrow of the job line: script -> directives -> JobSpec. Called by the command line; pure. It reads lines where
-Slurm reads `#SBATCH` lines, that is before the first command, and never changes the script.
+First arrow of the job line: script -> directives. Called by the command line; pure. It reads lines where Slurm reads
+`#SBATCH` lines, that is before the first command, and never changes the script. An sbatch may wait until it is known
+whether its job is ours, so this file loads little.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from hetstream.base.text import shortened
 from hetstream.hetjob.convert.sbatch_options import TAKES_VALUE, SbatchOption
-from hetstream.hetjob.convert.spec import AUTO, OPTIONS, JobSpec, parse_value
-from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
+from hetstream.hetjob.errors import DirectiveError
 
 # Lines of a batch script that sbatch reads options from, taken to pieces as sbatch does it. Pure; no option is judged.
 #
@@ -156,12 +155,167 @@ def _word(text: str, at: int, blank_can_be_escaped: bool) -> tuple[str, int]:
     return "".join(found), at
 
 
+@dataclass(frozen=True)
+class DirectiveOption:
+    """One option of a `#HETSTREAM` line.
+
+    Attributes:
+        metavar: how its value is written; empty where it has none.
+        meaning: one line for the user guide and the error texts.
+        default: what holds without it, in words.
+    """
+
+    metavar: str
+    meaning: str
+    default: str
+
+
+OPTIONS: Mapping[str, DirectiveOption] = {
+    "data-workers": DirectiveOption(
+        "MIN[-MAX]",
+        "data workers that start together with the trainer, and the most that may join later; `auto`: as many as pay, "
+        "of 0-16",
+        "auto, where another option asks for data workers",
+    ),
+    "data-worker-cpus": DirectiveOption(
+        "[MIN-]N",
+        "CPUs of one data worker, each with a process of its own; with MIN the size of those that join later is tried "
+        "from MIN to N",
+        "4",
+    ),
+    "data-worker-cooldown": DirectiveOption(
+        "SECONDS", "time from one change of the number of data workers to the next at the least", "10"
+    ),
+    "data-worker-time-min": DirectiveOption(
+        "TIME",
+        "those that join later run in backfill holes of at least this time (`2:00`), behind everybody else, and leave "
+        "before the hole ends",
+        "as long as the job, with the job's priority",
+    ),
+    "total-steps": DirectiveOption(
+        "N", "steps of the training loop in all, so that the site knows how much work is left", "not known"
+    ),
+    "total-epochs": DirectiveOption(
+        "N", "epochs of the training loop in all, as a number of steps if the loader knows its length", "not known"
+    ),
+    "data-worker-threads": DirectiveOption(
+        "N", "threads of each process, for datasets that are thread-safe: one process for N CPUs", "1"
+    ),
+    "offload": DirectiveOption(
+        "HOW",
+        "the part of the model's forward that depends on no state runs in data workers: `auto` where that makes a step "
+        "faster, `all` with its random numbers too, `off` not at all",
+        "off",
+    ),
+    "cache": DirectiveOption(
+        "PLACE",
+        "the deterministic front of each sample (read, decode, resize) is kept for later epochs and other jobs of the "
+        "user: `memory:8G` on each node, or a directory on its own disk, `/local/cache:50G`",
+        "nowhere",
+    ),
+    "stream-in-process-loaders": DirectiveOption(
+        "",
+        "data workers also make the batches of DataLoaders with `num_workers=0`, which torch makes with the program's "
+        "own dataset",
+        "these loaders stay local",
+    ),
+    "data-worker-partition": DirectiveOption("NAME", "Slurm partition of the data workers", "the cluster's default"),
+    "data-worker-mem": DirectiveOption(
+        "SIZE", "memory of one data worker (`16G`)", "2G per CPU if the script asks for memory, else the partition's"
+    ),
+    "data-worker-constraint": DirectiveOption("FEATURES", "sbatch's --constraint for the data workers", "none"),
+    "data-worker-account": DirectiveOption("NAME", "account charged for the data workers", "the job's"),
+    "data-worker-qos": DirectiveOption("NAME", "QOS of the data workers", "the job's"),
+    "data-worker-reservation": DirectiveOption(
+        "NAME",
+        "reservation of the data workers, or `none`: a reservation of GPU nodes has no room for them",
+        "the job's",
+    ),
+    "data-worker-python": DirectiveOption(
+        "COMMAND",
+        "Python of the data workers, as a path or a command (`'apptainer exec image.sif python'`); it has hetstream",
+        "the one that the program runs",
+    ),
+    "gpu-data-workers": DirectiveOption(
+        "MIN[-MAX]",
+        "data workers for the `gpu_stage` of the program's loaders, companion jobs with one GPU each: the least and "
+        "the most",
+        "none",
+    ),
+    "gpu-data-worker-gres": DirectiveOption("GRES", "the GPU of each, as sbatch's --gres (`gpu:a100:1`)", "gpu:1"),
+    "gpu-data-worker-cpus": DirectiveOption("N", "CPUs of each", "2"),
+    "gpu-data-worker-mem": DirectiveOption(
+        "SIZE", "memory of each", "4G per CPU if the script asks for memory, else the partition's"
+    ),
+    "gpu-data-worker-partition": DirectiveOption("NAME", "Slurm partition of these data workers", "the trainer's"),
+    "embedding-servers": DirectiveOption(
+        "MIN[-MAX]",
+        "processes on CPU nodes that hold the rows of embedding tables: those that start together with the trainer, at "
+        "least 1, and the most that there may be when tables grow",
+        "none",
+    ),
+    "embedding-server-memory": DirectiveOption("SIZE", "memory of each (`64G`)", "required with --embedding-servers"),
+    "embedding-server-partition": DirectiveOption("NAME", "Slurm partition of these", "the data workers'"),
+    "embedding-dir": DirectiveOption(
+        "DIR",
+        "each start of the job makes a folder there in which they keep what they were told, on a file system that the "
+        "job's hosts share; it stays, as checkpoints name it",
+        "`hetstream-embedding` where sbatch is called",
+    ),
+    "trainer-cpus": DirectiveOption(
+        "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
+    ),
+    "on-memory-warning": DirectiveOption(
+        "WHAT",
+        "`migrate`: a trainer that is about to run out of memory moves, once, to a job with more, as by `hetstream "
+        "migrate`; `warn`: that is only said",
+        "warn",
+    ),
+    "job-class": DirectiveOption(
+        "CLASS",
+        "`guaranteed`: its GPUs are its own; `opportunistic`: it runs on what other jobs leave of theirs, as long as "
+        "they do not feel it",
+        "what its partition or QOS is for",
+    ),
+    "opportunistic-after": DirectiveOption(
+        "TIME",
+        "a guaranteed job that has waited so long (`30:00`) for its tenant's quota starts as an opportunistic one, and "
+        "becomes guaranteed where it runs when quota is free",
+        "never",
+    ),
+    "jobs-dir": DirectiveOption(
+        "DIR",
+        "place of the job's directory, on a file system that its hosts share, absolute; `%u` is the user",
+        "`.hetstream` where sbatch is called",
+    ),
+    "journal-dir": DirectiveOption(
+        "DIR", "place of the dispatcher's journal, also on a disk of the job's first node", "the job's directory"
+    ),
+    "checkpoint": DirectiveOption(
+        "DIR", "checkpoint directory: the job gets checkpoint writers of its own on each node", "none"
+    ),
+    "checkpoint-size": DirectiveOption(
+        "SIZE", "state of one trainer task, rounded up (`8G`)", "required with --checkpoint"
+    ),
+    "checkpoint-shared": DirectiveOption(
+        "SIZE", "of --checkpoint-size what is equal on all ranks (`shared=`), which a node holds once", "nothing"
+    ),
+    "checkpoint-replicas": DirectiveOption(
+        "N",
+        "1: the program keeps replicas on other hosts (`CheckpointOptions(replica=True)`), which take memory too",
+        "0",
+    ),
+}
+# Those that take a value; the others are flags.
+WITH_VALUE = frozenset(name for name, option in OPTIONS.items() if option.metavar)
+
+
+def written(name: str) -> str:
+    """Return an option as it is written, `--data-workers=MIN[-MAX]`."""
+    return f"--{name}={OPTIONS[name].metavar}" if name in WITH_VALUE else f"--{name}"
+
+
 MARK = "#HETSTREAM"
-# Options that say something of a job without data workers, too.
-_WITHOUT_WORKERS = (
-    *("jobs-dir", "job-class", "opportunistic-after"),
-    *(name for name in OPTIONS if name.startswith(("checkpoint", "embedding"))),
-)
 _MEANT = re.compile(r"\s*#\s*hetstream\b", re.IGNORECASE)
 
 
@@ -261,56 +415,3 @@ def is_own(name: str) -> bool:
     if name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint", "embedding-")):
         return True
     return name not in TAKES_VALUE and bool(get_close_matches(name, OPTIONS, n=1, cutoff=_SURELY_MEANT))
-
-
-def read_spec(directives: Sequence[Directive], name: str, counts_from_history: bool = False) -> JobSpec | None:
-    """Put the directives together; of two with one name the later wins, so append the command line's.
-
-    Args:
-        directives: of the script first, of the command line last.
-        name: the script's name, for messages.
-        counts_from_history: whether past jobs were to say how many data workers, where nobody else does.
-
-    Returns:
-        None when there is no directive at all: the script is not ours.
-
-    Raises:
-        DirectiveError: unknown options and wrong values, all of them at once.
-        DataWorkersMissing: past jobs have not said how many, and nothing else is wrong.
-    """
-    if not directives:
-        return None
-    problems: list[str] = []
-    fields: dict[str, Any] = {}
-    for directive in directives:
-        written = f"{directive.origin}: --{directive.name}"
-        if directive.name not in OPTIONS:
-            close = get_close_matches(directive.name, OPTIONS, n=1)
-            problems.append(
-                f"{written} is unknown (did you mean --{close[0]}?)"
-                if close
-                else f"{written} is unknown; valid are {', '.join(f'--{known}' for known in OPTIONS)}"
-            )
-        else:
-            try:
-                fields |= parse_value(directive.name, directive.value)
-            except ValueError as error:
-                value = directive.value or ""
-                given = "" if directive.value is None else f"={value if value.isprintable() else repr(value)}:"
-                problems.append(f"{written}{given} {error}")
-    names = {directive.name for directive in directives}
-    needs_data_workers = names - {*_WITHOUT_WORKERS}
-    # An unknown option may be this one misspelt.
-    is_missing = names <= OPTIONS.keys() and bool(needs_data_workers) and "data-workers" not in names
-    if is_missing and not counts_from_history:
-        fields |= parse_value("data-workers", AUTO)
-        is_missing = False
-    kind = DataWorkersMissing if is_missing and not problems else DirectiveError
-    if is_missing:
-        problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")
-    if problems:
-        raise kind(f"{name} {'; '.join(problems)}")
-    try:
-        return JobSpec(**fields)
-    except DirectiveError as exc:
-        raise DirectiveError(f"{name}: {exc}") from exc

@@ -162,8 +162,6 @@ def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[Sb
 
 # Where the site says which partitions are for opportunistic jobs: names with spaces between them.
 PARTITIONS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS"
-# In the environment that sbatch is called in: the class of a job that says nothing of it.
-CLASS_VARIABLE = "HETSTREAM_JOB_CLASS"
 # Words of a job's Comment, which squeue shows: the packer and all tools read them there.
 CLASS_MARK, AFTER_MARK = "hetstream:class=", "hetstream:opportunistic-after="
 _ADVICE = (

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import hetstream
-from hetstream.hetjob.convert.spec import OPTIONS, WITH_VALUE
+from hetstream.hetjob.convert.directives import OPTIONS, WITH_VALUE
 from hetstream.slurm_plugin.cli.commands import declaration_of
 
 # Of each shell: where its completions lie below /usr or another prefix.

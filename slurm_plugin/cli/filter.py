@@ -13,18 +13,16 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import temporary_place
 from hetstream.base.text import printable
-from hetstream.hetjob.convert.directives import read_directives
-from hetstream.hetjob.convert.sbatch_options import SbatchOptions, parse_words
-from hetstream.hetjob.convert.spec import OPTIONS
+from hetstream.hetjob.convert.directives import OPTIONS, read_directives
+from hetstream.hetjob.convert.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.errors import ConversionError
-from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.submit.conversion import convert_script, parse_command_line, read_script
-from hetstream.slurm_plugin.submit.program import own_program
+from hetstream.slurm_plugin.submit.request import notes_on_lines, parse_command_line, read_script, requested
 
 # A word of the plugin's, in the two lines between which it looks for the plan.
 NONCE = "HETSTREAM_FILTER_NONCE"
@@ -67,20 +65,34 @@ def run(args: argparse.Namespace) -> int:
     name = Path(script).name
     with open(script, "rb") as file:
         body = read_script(file, name)
-    is_asked_for = bool(read_directives(body.decode(errors="surrogateescape"), name))
+    text = body.decode(errors="surrogateescape")
+    is_asked_for = bool(read_directives(text, name))
     if not is_asked_for:
         default, more = parse_words(_split(directives), "site policy", extra=OPTIONS)
         if more:
             raise UsageError(f"site policy: {more[0]!r} is not an option of hetstream. Tell the site's administrator")
         options = [*default, *options]
+    if not requested(text, name, options, os.environ):
+        _show(notes_on_lines(text, name))
+        return EXIT_NOTHING_TO_CONVERT
+    return _convert(body, name, options, unread[1:], nonce, is_asked_for)
+
+
+def _convert(
+    body: bytes, name: str, options: Sequence[SbatchOption], arguments: Sequence[str], nonce: str, is_asked_for: bool
+) -> int:
+    # What a script that is not ours does not wait for.
+    from hetstream.slurm_plugin.client.slurm import CommandSlurm
+    from hetstream.slurm_plugin.submit.conversion import convert_script
+    from hetstream.slurm_plugin.submit.program import own_program
+
     try:
         conversion = convert_script(body, name, options, os.environ, CommandSlurm(), own_program())
     except ConversionError:
         if is_asked_for:
             raise
         return EXIT_NOTHING_TO_CONVERT  # an array, a Python script: nobody asked for data workers in it
-    for note in conversion.notes:
-        print(f"hetstream: {printable(note)}", file=sys.stderr)  # the plugin shows such lines
+    _show(conversion.notes)
     if conversion.plan is None:
         return EXIT_NOTHING_TO_CONVERT
     directory = Path(tempfile.mkdtemp(prefix="hetstream-", dir=temporary_place()))
@@ -90,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError:
         shutil.rmtree(directory)
         raise
-    command = shlex.join([*conversion.plan.sbatch_options, str(path), *unread[1:]])
+    command = shlex.join([*conversion.plan.sbatch_options, str(path), *arguments])
     made = shlex.quote(str(path)), shlex.quote(str(directory))
     plan = (
         "trap : INT TERM",  # what a terminal sends ends sbatch, and the script is removed all the same
@@ -105,6 +117,11 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.buffer.write(os.fsencode(text))
     sys.stdout.buffer.flush()
     return 0
+
+
+def _show(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"hetstream: {printable(note)}", file=sys.stderr)  # the plugin shows such lines
 
 
 def _split(text: str) -> list[str]:

@@ -17,17 +17,18 @@ from hetstream.base.errors import UsageError
 from hetstream.base.files import temporary_place
 from hetstream.checkpoint.disk.ownership import history, living_request, read_owner
 from hetstream.hetjob.convert.convert import AlreadyHeterogeneous, script_options
-from hetstream.hetjob.convert.directives import from_command_line, read_directives, read_spec
+from hetstream.hetjob.convert.directives import OPTIONS, from_command_line, read_directives
 from hetstream.hetjob.convert.render import without_block
 from hetstream.hetjob.convert.sbatch_options import SbatchOption, SbatchOptions, words_of
-from hetstream.hetjob.convert.spec import OPTIONS
+from hetstream.hetjob.convert.spec import read_spec
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.cli.why import named_jobs
 from hetstream.slurm_plugin.client.model import Job, is_own
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, submit_script
-from hetstream.slurm_plugin.submit.conversion import Conversion, convert_script, parse_command_line
+from hetstream.slurm_plugin.submit.conversion import Conversion, convert_script
 from hetstream.slurm_plugin.submit.migration import Sight, Stage, arguments_of, export_option, stage, with_memory
 from hetstream.slurm_plugin.submit.program import own_program
+from hetstream.slurm_plugin.submit.request import parse_command_line
 
 HELP = """\
 usage: hetstream migrate JOBID [OPTIONS OF SBATCH AND HETSTREAM] [--dry-run] [--json] [--no-wait] [--timeout=S]

@@ -19,9 +19,8 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.text import count_words, printable
 from hetstream.hetjob.convert.convert import AlreadyHeterogeneous, NoSuchNode, script_options
-from hetstream.hetjob.convert.directives import Directive, from_command_line, is_own, read_directives
+from hetstream.hetjob.convert.directives import OPTIONS, Directive, from_command_line, is_own, read_directives, written
 from hetstream.hetjob.convert.sbatch_options import SbatchOption, SbatchOptions, words_of
-from hetstream.hetjob.convert.spec import OPTIONS, written
 from hetstream.hetjob.errors import DataWorkersMissing
 from hetstream.hetjob.job.job import JOBS_DIR, places, setting
 from hetstream.hetjob.job.processes import temporary_directory
@@ -37,10 +36,9 @@ from hetstream.slurm_plugin.submit.conversion import (
     convert_script,
     note_on_arguments,
     options_behind,
-    parse_command_line,
-    read_script,
 )
 from hetstream.slurm_plugin.submit.program import own_program
+from hetstream.slurm_plugin.submit.request import parse_command_line, read_script
 
 SBATCH_HELP = """\
 usage: hetstream sbatch [--dry-run] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [ARGUMENTS OF THE SCRIPT]

@@ -9,27 +9,18 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import read_regular
 from hetstream.base.text import duration
 from hetstream.hetjob.convert.convert import MissingPartition, check_cluster, convert, script_options
-from hetstream.hetjob.convert.directives import (
-    Directive,
-    from_command_line,
-    is_own,
-    late_directives,
-    near_misses,
-    read_directives,
-    read_spec,
-)
+from hetstream.hetjob.convert.directives import OPTIONS, Directive, is_own
 from hetstream.hetjob.convert.launches import is_of_srun
-from hetstream.hetjob.convert.plan import CLASS_VARIABLE, HetPlan, opportunistic_partitions
+from hetstream.hetjob.convert.plan import HetPlan, opportunistic_partitions
 from hetstream.hetjob.convert.render import render
 from hetstream.hetjob.convert.sbatch_options import (
     ALIASES,
@@ -38,27 +29,22 @@ from hetstream.hetjob.convert.sbatch_options import (
     SbatchOptions,
     from_environment,
     handed_on,
-    parse_words,
     plain_words,
     taken_variables,
 )
 from hetstream.hetjob.convert.shell import Unknown
-from hetstream.hetjob.convert.spec import OPTIONS, WITH_VALUE, JobSpec
+from hetstream.hetjob.convert.spec import JobSpec, read_spec
 from hetstream.hetjob.convert.step_demand import SubmitContext
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR, JOBS_DIR, JOURNAL_DIR, choose, is_directory_pattern, setting
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, ClusterLimits, SlurmClient
-from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
 from hetstream.slurm_plugin.client.slurm_units import seconds
+from hetstream.slurm_plugin.submit.request import notes_on_lines, parse_command_line, requested
 
 # A longer file is no script that somebody wrote.
 _MOST_READ_BYTES = 1 << 20
-# Slurm takes 4 MB unless the site allows more (max_script_size in slurm.conf(5)).
-_MOST_SCRIPT_BYTES = 64 << 20
 # Of paths in a script and in what it runs: on a slow file system looking each up takes about a millisecond.
 _MOST_PATHS = 10_000
-# Of hetstream's commands with a command line of sbatch.
-_OWN_FLAGS = ("dry-run", "json", "auto", "no-wait")
 
 
 @dataclass(frozen=True)
@@ -112,10 +98,9 @@ def convert_script(
         UsageError: directives, options or Slurm limits; see `hetstream.hetjob.errors`.
     """
     text = body.decode(errors="surrogateescape")
-    directives = [*read_directives(text, name), *from_command_line(command_line)]
-    directives = [*(proposed or ()), *_class_of_environment(directives, environ), *directives]
+    directives = [*(proposed or ()), *requested(text, name, command_line, environ)]
     spec = read_spec(directives, name, counts_from_history=proposed is not None)
-    notes = _notes_on_lines(text, name)
+    notes = notes_on_lines(text, name)
     if spec is None:
         return Conversion(body, None, notes)
     if b"\r\n" in body:
@@ -144,19 +129,6 @@ def convert_script(
     # sbatch is called without these, and would have handed them on to the job.
     plan = replace(plan, exports={name: job_environ[name] for name in taken if name in job_environ})
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes, taken)
-
-
-def read_script(file: BinaryIO, name: str) -> bytes:
-    """Return a whole script, from a file or a pipe.
-
-    Raises:
-        UsageError: it is too large, or has no end.
-        OSError: it cannot be read.
-    """
-    body = file.read(_MOST_SCRIPT_BYTES + 1)
-    if len(body) > _MOST_SCRIPT_BYTES:
-        raise UsageError(f"{name}: more than {_MOST_SCRIPT_BYTES:,} bytes are no batch script. Check its name")
-    return body
 
 
 def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> tuple[str | None, str]:
@@ -198,20 +170,6 @@ def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> Sub
     return SubmitContext(read, {**known, "SLURM_SUBMIT_DIR": str(Path.cwd())})
 
 
-def _notes_on_lines(text: str, name: str) -> tuple[str, ...]:
-    """What to say about lines that look like directives and are none."""
-    return (
-        *(
-            f"{name} line {number}: a comment, not a directive. A directive begins the line as: #HETSTREAM --"
-            for number in near_misses(text)
-        ),
-        *(
-            f"{name} line {number}: a #HETSTREAM line after the first command has no effect"
-            for number in late_directives(text)
-        ),
-    )
-
-
 def _notes_on_dashes(options: SbatchOptions) -> list[str]:
     """What to say about long options behind one dash: getopt reads them letter by letter."""
     found = []
@@ -224,32 +182,6 @@ def _notes_on_dashes(options: SbatchOptions) -> list[str]:
                 f"{item.origin}: sbatch takes {word} for letters, the first of them {taken}. Did you mean -{word}?"
             )
     return found
-
-
-def parse_command_line(
-    arguments: Sequence[str], environ: Mapping[str, str], extra: Collection[str] = WITH_VALUE
-) -> tuple[list[SbatchOption], list[str]]:
-    """Options of a command line of sbatch, and what follows them; see `parse_words`.
-
-    Of an option that is in no table sbatch itself is asked whether the next word is its value.
-    """
-
-    def is_value(index: int) -> bool:
-        name = arguments[index - 1].removeprefix("--")
-        return name not in _OWN_FLAGS and not is_own(name) and sbatch_takes_value(name, environ)
-
-    return parse_words(arguments, "command line", extra=extra, is_value=is_value)
-
-
-def _class_of_environment(directives: Sequence[Directive], environ: Mapping[str, str]) -> list[Directive]:
-    """The class that the environment gives a job whose script and command line say none.
-
-    Within a job the variable says what that job is; what it submits is a job of its own.
-    """
-    value = environ.get(CLASS_VARIABLE)
-    if value is None or "SLURM_JOB_ID" in environ or any(directive.name == "job-class" for directive in directives):
-        return []
-    return [Directive("job-class", value, f"environment variable {CLASS_VARIABLE}")]
 
 
 def _note_on_partition(spec: JobSpec, cluster: ClusterLimits) -> list[str]:

@@ -19,7 +19,8 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, sbatch_takes_value
-from hetstream.slurm_plugin.submit.conversion import convert_script, parse_command_line
+from hetstream.slurm_plugin.submit.conversion import convert_script
+from hetstream.slurm_plugin.submit.request import parse_command_line
 from tests.programs import require
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]

@@ -10,11 +10,11 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert import convert as limits
 from hetstream.hetjob.convert.convert import check_cluster, convert
-from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.directives import WITH_VALUE, read_directives
 from hetstream.hetjob.convert.plan import HetPlan
 from hetstream.hetjob.convert.render import render
 from hetstream.hetjob.convert.sbatch_options import parse_words
-from hetstream.hetjob.convert.spec import WITH_VALUE, JobSpec
+from hetstream.hetjob.convert.spec import JobSpec, read_spec
 from hetstream.hetjob.errors import ConversionError, DirectiveError
 from hetstream.hetjob.ports import ClusterLimits, NodeSize, PartitionLimits
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hetstream.hetjob.convert.convert import convert
-from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.directives import WITH_VALUE, read_directives
 from hetstream.hetjob.convert.plan import ClassNotPossible, HetPlan
 from hetstream.hetjob.convert.render import render
 from hetstream.hetjob.convert.sbatch_options import parse_words
-from hetstream.hetjob.convert.spec import GUARANTEED, OPPORTUNISTIC, WITH_VALUE
+from hetstream.hetjob.convert.spec import GUARANTEED, OPPORTUNISTIC, read_spec
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.ports import ClusterLimits

@@ -11,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.hetjob.convert.directives import (
+    OPTIONS,
+    WITH_VALUE,
     from_command_line,
     late_directives,
     near_misses,
     prologue_length,
     read_directives,
-    read_spec,
+    written,
 )
 from hetstream.hetjob.convert.sbatch_options import parse_words
-from hetstream.hetjob.convert.spec import OPTIONS, WITH_VALUE, JobSpec, written
+from hetstream.hetjob.convert.spec import JobSpec, read_spec
 from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.convert.convert import JobArrayNotSupported, NeedsBackfill, NoSuchNode, check_cluster, convert
-from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.directives import read_directives
 from hetstream.hetjob.convert.plan import HetPlan
 from hetstream.hetjob.convert.render import render
-from hetstream.hetjob.convert.spec import JobSpec
+from hetstream.hetjob.convert.spec import JobSpec, read_spec
 from hetstream.hetjob.elastic.embedding import (
     CALM_S,
     HOT_S,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hetstream.hetjob.convert.convert import convert
-from hetstream.hetjob.convert.directives import from_command_line, read_directives, read_spec
+from hetstream.hetjob.convert.directives import WITH_VALUE, from_command_line, read_directives
 from hetstream.hetjob.convert.plan import HetPlan
 from hetstream.hetjob.convert.sbatch_options import parse_words
-from hetstream.hetjob.convert.spec import WITH_VALUE, JobSpec
+from hetstream.hetjob.convert.spec import JobSpec, read_spec
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.master.elastic import ElasticStages, GpuStage, elastic_of_gpu_stage

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert.convert import AlreadyHeterogeneous, script_options
-from hetstream.hetjob.convert.directives import foreign_line, option_lines, read_directives, read_spec, split_line
+from hetstream.hetjob.convert.directives import foreign_line, option_lines, read_directives, split_line
+from hetstream.hetjob.convert.spec import read_spec
 from hetstream.hetjob.errors import DirectiveError
 
 

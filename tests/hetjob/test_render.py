@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert.convert import convert
-from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.directives import read_directives
 from hetstream.hetjob.convert.plan import Component, HetPlan
 from hetstream.hetjob.convert.render import render
-from hetstream.hetjob.convert.spec import JobSpec
+from hetstream.hetjob.convert.spec import JobSpec, read_spec
 from hetstream.hetjob.ports import ClusterLimits
 from tests.programs import require
 

@@ -17,8 +17,9 @@ import pytest
 from PIL import Image
 
 from hetstream.hetjob.convert.convert import convert
-from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.directives import read_directives
 from hetstream.hetjob.convert.render import render
+from hetstream.hetjob.convert.spec import read_spec
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = sorted((ROOT / "sbatch_templates").glob("*.sbatch"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.checkpoint.convert import dcp
-from hetstream.hetjob.convert.spec import OPTIONS
+from hetstream.hetjob.convert.directives import OPTIONS
 from hetstream.slurm_plugin.cli import VERBS, build_parser, ckpt, main
 from hetstream.slurm_plugin.cli.completion import HANDED_ON, SHELLS, completion
 from hetstream.slurm_plugin.cli.migrate import _OWN as OF_MIGRATE

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.convert.directives import from_command_line
+from hetstream.hetjob.convert.directives import OPTIONS, from_command_line
 from hetstream.hetjob.convert.sbatch_options import parse_words
-from hetstream.hetjob.convert.spec import OPTIONS
 from hetstream.slurm_plugin.cli.cluster import class_of, jobs_report
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot

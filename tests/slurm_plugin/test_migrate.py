@@ -15,9 +15,10 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.checkpoint.disk.ownership import Event, JobIdentity, Owner
 from hetstream.hetjob.convert.convert import convert
-from hetstream.hetjob.convert.directives import read_directives, read_spec
+from hetstream.hetjob.convert.directives import read_directives
 from hetstream.hetjob.convert.render import render, without_block
 from hetstream.hetjob.convert.sbatch_options import parse_words
+from hetstream.hetjob.convert.spec import read_spec
 from hetstream.hetjob.ports import ClusterLimits
 from hetstream.slurm_plugin.cli import main, migrate
 from hetstream.slurm_plugin.client.model import Job

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.convert.spec import OPTIONS
+from hetstream.hetjob.convert.directives import OPTIONS
 from hetstream.slurm_plugin.cli import main
 
 SCRIPT = """#!/bin/bash
@@ -465,3 +465,38 @@ def test_the_plan_of_the_filter_has_the_bytes_of_the_command_line(tmp_path: Path
         check=True,
     )
     assert b"'--job-name=caf\xe9'" in done.stdout
+
+
+def filtered(shell: Shell, directives: str, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return shell.run("internal", "filter", directives, script, script, HETSTREAM_FILTER_NONCE="abc", **environ)
+
+
+def test_the_filter_converts_what_is_asked_for_and_nothing_else(shell: Shell) -> None:
+    plain, late = shell.directory / "plain.sbatch", shell.directory / "late.sbatch"
+    plain.write_text("#!/bin/bash\nsrun python train.py\n")
+    late.write_text("#!/bin/bash\nsrun python train.py\n#HETSTREAM --data-workers=2\n")
+    done = filtered(shell, "", str(plain))
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    done = filtered(shell, "", str(late))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "hetstream: late.sbatch line 3: a #HETSTREAM line after the first command has no effect\n"
+    for directives, script in (("", "train.sbatch"), ("--data-workers=1 --data-worker-partition=cpu", "plain.sbatch")):
+        done = filtered(shell, directives, str(shell.directory / script))
+        assert done.returncode == 0, done.stderr
+        assert "\nhetstream-plan-abc\ntrap : INT TERM\n" in done.stdout
+
+
+def test_a_script_that_asks_for_nothing_waits_for_few_files(shell: Shell) -> None:
+    """Where a site has data workers by its policy, or a script says so too late, each sbatch waits for this."""
+    (shell.directory / "plain.sbatch").write_text("#!/bin/bash\nsrun python train.py\n")
+    program = (
+        "import sys; from hetstream.slurm_plugin.cli import main\n"
+        "assert main(['internal', 'filter', '', 'plain.sbatch', 'plain.sbatch']) == 3\n"
+        "print(*(name for name in sys.modules if name.split('.')[0] in ('hetstream', 'msgspec')))"
+    )
+    environ = {**shell.environ, "HETSTREAM_FILTER_NONCE": "abc"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=shell.directory, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert len(loaded) <= 20, loaded

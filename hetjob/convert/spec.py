@@ -20,7 +20,7 @@ from hetstream.hetjob.convert.directives import OPTIONS, WITH_VALUE, Directive, 
 from hetstream.hetjob.convert.sbatch_options import SbatchOptions, megabytes, time_limit_s
 from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 from hetstream.hetjob.job.job import RULE, is_directory_pattern
-from hetstream.mpi_dataworkers.process.config import OFFLOADS, parse_cache
+from hetstream.mpi_dataworkers.process.config import OFFLOADS, checked_cache
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
 from hetstream.mpi_dataworkers.wire.messages import EMBEDDING_PARTS
 
@@ -82,7 +82,7 @@ class JobSpec:
         total_steps: steps of the training loop in all, or None where not known.
         total_epochs: the same in epochs.
         offload: what of a model's forward may run in data workers; None leaves it to the environment.
-        cache: where fronts of samples are kept, for `parse_cache`; None leaves it to the environment.
+        cache: where fronts of samples are kept, for `checked_cache`; None leaves it to the environment.
         stream_in_process_loaders: whether DataLoaders with `num_workers=0` are streamed, too.
         jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
         journal_dir: holds the dispatcher's journal, or None for the job's directory.
@@ -280,9 +280,9 @@ def _broken_rule(option: str, value: int | str) -> str | None:
 
 def _broken_cache(text: str) -> str | None:
     try:
-        parse_cache(text)
+        checked_cache(text)
     except ConfigError:
-        return "memory:SIZE (memory:8G), or an absolute directory on the nodes' own disk with or without :SIZE"
+        return "memory:SIZE (memory:8G), or an absolute directory on the nodes' own disk with or without :SIZE, or off"
     return None
 
 

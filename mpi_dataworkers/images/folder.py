@@ -204,6 +204,13 @@ class ImageFolder:
         sample.place = place
         return sample
 
+    @property
+    def why_no_front(self) -> str | None:
+        """Why a cache keeps nothing of the samples; None where it keeps them."""
+        if not self.recipe.draws:
+            return None
+        return f"a {type(self.recipe).__name__} cuts out, and decodes, another part of a photograph in each epoch"
+
     def _place(self, index: int) -> tuple[str, int, int, str]:
         """Where a sample is: its file, where in it, how many bytes (-1: to the end), and its name for errors."""
         path = f"{self.root}/{self._files[index]}"

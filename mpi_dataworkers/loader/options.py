@@ -36,9 +36,9 @@ from hetstream.mpi_dataworkers.process.config import (
     TrainerIdentity,
     buffer_bytes_from_environment,
     cache_from_environment,
+    checked_cache,
     compression_from_environment,
     identity_from_environment,
-    parse_cache,
     service_from_environment,
     transports_from_environment,
 )
@@ -188,8 +188,8 @@ def _environment_rules(options: LoaderOptions) -> Iterator[str]:
         yield from problem_of(buffer_bytes_from_environment)
     if options.cache is None:
         yield from problem_of(cache_from_environment)
-    elif isinstance(options.cache, str) and options.cache != "off":
-        yield from problem_of(parse_cache, options.cache)
+    elif isinstance(options.cache, str):
+        yield from problem_of(checked_cache, options.cache)
     yield from problem_of(transports_from_environment)
     yield from problem_of(compression_from_environment)
 
@@ -622,7 +622,7 @@ class LoaderOptions:
     @property
     def cache_place(self) -> str | None:
         """Where fronts of samples are kept; "" nowhere, None where the environment says it."""
-        return "" if self.cache == "off" else self.cache
+        return None if self.cache is None else checked_cache(self.cache)
 
     def place(self) -> tuple[torch.device, str]:
         """Where batches come; and, where features were to be computed on a GPU that is not there, why they are not."""

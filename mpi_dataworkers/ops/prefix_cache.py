@@ -327,10 +327,7 @@ class PrefixCache:
         """What happened since the last call; None where nothing did."""
         if not self._was_called:
             self._was_called = True
-            self._say(
-                f"cache={self._text} has no effect: samples of {type(self._given).__name__} have no front that is "
-                "known to be deterministic. Put @hetstream.deterministic on the function that reads and decodes"
-            )
+            self._say(f"cache={self._text} has no effect: {_why_no_front(self._given)}")
         with self._lock:
             said = [line for line, is_told in self._said.items() if not is_told]
             self._said.update(dict.fromkeys(said, True))
@@ -476,6 +473,16 @@ def _view(dataset: Any, attributes: Mapping[str, Callable[[dict[str, Any]], Any]
     view: Any = object.__new__(made)
     view.__dict__ = dataset.__dict__
     return view
+
+
+def _why_no_front(dataset: Any) -> str:
+    while type(dataset) is torch.utils.data.Subset:
+        dataset = dataset.dataset
+    known: str | None = getattr(dataset, "why_no_front", None)
+    return known or (
+        f"samples of {type(dataset).__name__} have no front that is known to be deterministic. Put "
+        "@hetstream.deterministic on the function that reads and decodes"
+    )
 
 
 class _Split:

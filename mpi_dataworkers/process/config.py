@@ -393,8 +393,20 @@ def parse_cache(text: str) -> CachePlace:
         return CachePlace(DISK, where, bound_bytes)
     raise ConfigError(
         f"cache={text!r}: must be memory:SIZE (memory:8G) or an absolute directory on the hosts' own disk, with or "
-        "without a bound (/local/cache:50G); a size is a number with K, M, G or T"
+        "without a bound (/local/cache:50G), or off; a size is a number with K, M, G or T"
     )
+
+
+def checked_cache(text: str) -> str:
+    """Return where a prefix cache is to be, for `parse_cache`; "" for `off`.
+
+    Raises:
+        ConfigError: it is no such place.
+    """
+    if text == "off":
+        return ""
+    parse_cache(text)
+    return text
 
 
 def cache_from_environment(environ: Mapping[str, str] = os.environ) -> str:
@@ -403,10 +415,7 @@ def cache_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError: it is no such place.
     """
-    value = environ.get("HETSTREAM_CACHE") or ""
-    if value and value != "off":
-        parse_cache(value)
-    return "" if value == "off" else value
+    return checked_cache(environ.get("HETSTREAM_CACHE") or "off")
 
 
 def transports_from_environment(environ: Mapping[str, str] = os.environ) -> frozenset[str]:

@@ -18,7 +18,7 @@ from hetstream.hetjob.job.embedding_servers import EMBEDDING_DIR
 from hetstream.hetjob.job.ended_job import next_try, summary_line
 from hetstream.hetjob.master.local import LocalConfig, run_local
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.process.config import OFFLOADS, parse_cache
+from hetstream.mpi_dataworkers.process.config import OFFLOADS, checked_cache
 from hetstream.slurm_plugin.submit.program import own_program
 
 EPILOG = """\
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json and not args.json.parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}; make it first")
     if args.cache:
-        parse_cache(args.cache)
+        checked_cache(args.cache)
     if args.explain:
         from hetstream.slurm_plugin.cli.explain import run_explained
 

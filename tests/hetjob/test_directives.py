@@ -208,6 +208,7 @@ def test_an_option_without_a_value() -> None:
         "--data-workers=auto",
         "--data-worker-cpus=2",
         "--offload=auto",
+        "--cache=off",
         "--checkpoint=c --checkpoint-size=8G --trainer-cpus=2",
     ],
 )

@@ -278,6 +278,17 @@ def test_hetstreams_loader_seeds_each_sample(root: Path) -> None:
     assert not torch.equal(large, other)
 
 
+def test_a_cache_that_keeps_nothing_of_a_training_recipe_says_why(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = torch.utils.data.Subset(ImageFolder(root, TrainingRecipe(16)), range(2))
+    with hetstream.DataLoader(dataset, batch_size=2, cache=str(tmp_path)) as loader:
+        list(loader)
+    (line,) = [line for line in caplog.messages if "has no effect" in line]
+    assert "a TrainingRecipe cuts out, and decodes, another part of a photograph in each epoch" in line
+    assert "deterministic" not in line
+
+
 def test_threads_are_for_what_draws_nothing(root: Path) -> None:
     assert ImageFolder(root, EvaluationRecipe()).thread_safe
     assert not ImageFolder(root, TrainingRecipe()).thread_safe

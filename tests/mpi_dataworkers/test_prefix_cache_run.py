@@ -72,6 +72,12 @@ def test_a_program_as_it_is(folder: Path, tmp_path: Path) -> None:
     assert len(entries(place)) == NUM_FILES + 1
 
 
+def test_off_wins_over_the_environment(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETSTREAM_CACHE", str(tmp_path / "cache"))
+    run("off", folder)
+    assert not entries(tmp_path / "cache")
+
+
 def test_a_data_worker_that_is_killed_while_it_writes(folder: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "cache", folder, tmp_path / "mark")
     assert done.stdout == run(None, folder).stdout

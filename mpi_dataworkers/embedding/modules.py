@@ -337,6 +337,9 @@ class EmbeddingBag(_Rows):
         padding = None
         if self.padding_idx is not None:
             padding = _place_of(self.padding_idx, input.reshape(-1), inverse)
+        is_plain = self.mode != "max" and offsets is padding is per_sample_weights is None
+        if is_plain and input.dim() == 2 and input.shape[1] == 1 and weights.dtype is torch.float32:
+            return _alone(inverse, weights, self.table.optimizer.sparse_grads)
         return functional.embedding_bag(
             inverse.reshape(input.shape),
             weights,
@@ -541,15 +544,22 @@ class EmbeddingBagCollection(_Rows):
         """
         keys, values, offsets = _jagged(features)
         weights, inverse = self._rows_for(self._features(features))
-        sparse = self.table.optimizer.sparse_grads
-        bags = functional.embedding_bag(
-            inverse,
-            weights,
-            offsets.to(values.device, torch.int64),
-            mode=self.mode,
-            sparse=sparse,
-            include_last_offset=True,
-        )
+        sparse, num_bags = self.table.optimizer.sparse_grads, len(offsets) - 1
+        if (
+            len(inverse) == num_bags
+            and weights.dtype is torch.float32
+            and torch.equal(offsets, torch.arange(num_bags + 1).to(offsets))
+        ):
+            bags = _alone(inverse, weights, sparse)
+        else:
+            bags = functional.embedding_bag(
+                inverse,
+                weights,
+                offsets.to(values.device, torch.int64),
+                mode=self.mode,
+                sparse=sparse,
+                include_last_offset=True,
+            )
         pooled = bags.reshape(len(keys), len(bags) // len(keys), self.table.dim)
         if isinstance(features, Mapping):
             return dict(zip(keys, pooled, strict=True))
@@ -582,6 +592,14 @@ def _padded_row(padding_idx: int | None, num_rows: int) -> int | None:
     if not -num_rows <= padding_idx < num_rows:
         raise ConfigError(f"padding_idx={padding_idx}: a row from {-num_rows} to {num_rows - 1}")
     return padding_idx % num_rows
+
+
+def _alone(inverse: torch.Tensor, weights: torch.Tensor, sparse: bool) -> torch.Tensor:
+    """Return bags of one id each, of float32 rows, as `embedding_bag` does, whose backward takes longer.
+
+    It sorts the ids first; in this order both add the gradients of a row. Of bfloat16 it rounds sums less often.
+    """
+    return functional.embedding(inverse, weights, sparse=sparse)
 
 
 def _check_dtype(ids: torch.Tensor) -> None:

@@ -44,6 +44,26 @@ def test_a_bag_is_torchs_bit_for_bit(optimizer: str, mode: str, dim: int) -> Non
     assert torch.equal(own.state_dict()["weight"], bag.weight.detach())
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bags_of_one_id_are_torchs_bit_for_bit(optimizer: str, mode: str) -> None:
+    ours, theirs, is_sparse = OPTIMIZERS[optimizer]
+    torch.manual_seed(1)
+    bag = nn.EmbeddingBag(NUM_ROWS, 16, mode=mode, sparse=is_sparse)
+    optimizer_of_torch = theirs(bag.parameters())
+    torch.manual_seed(1)
+    own = hetstream.EmbeddingBag(NUM_ROWS, 16, mode=mode, optimizer=ours())
+    for step in range(20):
+        ids = torch.randint(40 + step, (300, 1), generator=torch.Generator().manual_seed(step))
+        expected, got = bag(ids), own(ids)
+        assert torch.equal(expected, got)
+        optimizer_of_torch.zero_grad()
+        expected.pow(2).sum().backward()
+        got.pow(2).sum().backward()
+        optimizer_of_torch.step()
+    assert torch.equal(own.state_dict()["weight"], bag.weight.detach())
+
+
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])
 def test_an_embedding_is_torchs_bit_for_bit(padding_idx: int | None) -> None:
     torch.manual_seed(1)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import machine
-from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.slurm_plugin.daemon.nodes import usable_cpus
 from hetstream.slurm_plugin.daemon.registry import JobTimes, Registered, table_of

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.waiting_jobs import TRAINERS, WORKERS, WaitingJob, WaitingJobs
-from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.client import SiteSettings, ask
 from hetstream.hetjob.site.messages import GrantLimit, ReportDemand
 

@@ -44,10 +44,10 @@ MAY_IMPORT_WITHIN = {
     },
     "hetjob": {
         "": {""},
-        "site": {"errors", "measured", "ports"},
+        "site": {"errors", "ports"},
         "job": {"errors", "ports", "site"},
         "gpu": {"errors", "site"},
-        "elastic": {"errors", "measured", "site"},
+        "elastic": {"errors", "ports", "site"},
         "convert": {"errors", "ports", "site", "job"},
         "master": {"", "site", "job", "elastic", "convert"},
     },

@@ -25,7 +25,7 @@ import msgspec
 
 from hetstream.base.text import printable
 from hetstream.hetjob.elastic.snapshot import CompanionState, Snapshot
-from hetstream.hetjob.measured import MAX_POINTS, MOST, Measured, RemainingSource, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import MAX_POINTS, MOST, Measured, RemainingSource, RemainingWork, SpeedPoint
 from hetstream.mpi_dataworkers.wire.messages import FeatureCut, LoaderStatus
 
 # A loader's times are those of its last five seconds: readings that are nearer to each other count some steps twice.

@@ -33,8 +33,7 @@ from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import CompanionTime, ControllerStateFile
 from hetstream.hetjob.master.memory import CompanionMemory, MemoryWatch, TrainerMemory, read_job_memory
-from hetstream.hetjob.measured import Measured
-from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit, SlurmClient
+from hetstream.hetjob.ports import JobDemand, MarkedJob, Measured, SiteLimit, SlurmClient
 from hetstream.mpi_dataworkers.dispatcher.client import StageLoad, load_of
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,

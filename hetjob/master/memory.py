@@ -20,8 +20,7 @@ import msgspec
 
 from hetstream.hetjob.elastic.memory import FirstPass, Forecast, GrowthOptions, MemoryGrowth, memory_to_ask_for
 from hetstream.hetjob.master.controller_state_file import MemoryWarning
-from hetstream.hetjob.measured import Measured
-from hetstream.hetjob.ports import Child
+from hetstream.hetjob.ports import Child, Measured
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus
 
 _MB = 1 << 20

@@ -17,7 +17,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.measured import Measured
+from hetstream.hetjob.ports import Measured
 
 # What nodes tell the site daemon of their shared GPUs, and what it tells the packer: parts of messages. Pure.
 #

@@ -4,9 +4,8 @@ This module is what a program calls. The work is done by
 
 * `options.py`: the keywords, their checks and their help;
 * `order.py`: which steps a pass over the data has, and which samples each step has;
-* `position.py`: begins one pass after the other, and knows where the training loop is;
-* `pass_iterator.py`: one pass, whose steps come from data workers (`remote_source.py`) or from this process
-  (`pass_iterator.py`);
+* `pass_iterator.py`: begins one pass after the other, and knows where the training loop is; the steps come from data
+  workers (`remote_source.py`) or from this process;
 * `connection.py`: what outlives a pass, the pipeline, the connection to the service and the statistics.
 """
 
@@ -25,8 +24,15 @@ from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.features import checked_features, feature_parts
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions, takes
 from hetstream.mpi_dataworkers.loader.order import order_of
-from hetstream.mpi_dataworkers.loader.pass_iterator import LocalSource, PassIterator, StepSource
-from hetstream.mpi_dataworkers.loader.position import LoaderPosition, OnDevice, Position, PositionTracker
+from hetstream.mpi_dataworkers.loader.pass_iterator import (
+    LoaderPosition,
+    LocalSource,
+    OnDevice,
+    PassIterator,
+    Position,
+    PositionTracker,
+    StepSource,
+)
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.statistics import SkippedSample
 from hetstream.mpi_dataworkers.loader.torch_calls import torch_options

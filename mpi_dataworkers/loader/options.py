@@ -25,7 +25,7 @@ from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.connection import ServiceOptions, SharedStream, SharingMode, picklable_stage
 from hetstream.mpi_dataworkers.loader.features import features_or_none
-from hetstream.mpi_dataworkers.loader.position import check_device, is_cuda_missing
+from hetstream.mpi_dataworkers.loader.pass_iterator import check_device, is_cuda_missing
 from hetstream.mpi_dataworkers.loader.shards import Division
 from hetstream.mpi_dataworkers.loader.statistics import SkippedSamples, quarantine_file, writing_problem
 from hetstream.mpi_dataworkers.ops.streams import files_of, generator_problem

@@ -17,7 +17,7 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
-from hetstream.mpi_dataworkers.loader.position import Position
+from hetstream.mpi_dataworkers.loader.pass_iterator import Position
 from hetstream.mpi_dataworkers.loader.shards import (
     Division,
     ListedSteps,

@@ -36,8 +36,14 @@ from hetstream.base.posix import fcntl
 from hetstream.base.process import generation
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHandshake, accept_peer, is_own_user
-from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable, ReceivedBatch
-from hetstream.mpi_dataworkers.transports.layout import Extents, find_frames, lay_out
+from hetstream.mpi_dataworkers.transports.base import (
+    ChannelSender,
+    Extents,
+    PeerUnreachable,
+    ReceivedBatch,
+    find_frames,
+    lay_out,
+)
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, Scattered, aligned, decode, encode, size_of
 from hetstream.mpi_dataworkers.wire.messages import Carried
 

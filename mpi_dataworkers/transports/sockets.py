@@ -29,8 +29,14 @@ import numpy.typing as npt
 
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.transports.auth import LoaderHandshake, WorkerHandshake, accept_peer, most_unproven
-from hetstream.mpi_dataworkers.transports.base import ChannelSender, PeerUnreachable, ReceivedBatch, transport_of
-from hetstream.mpi_dataworkers.transports.layout import find_frames, lay_out
+from hetstream.mpi_dataworkers.transports.base import (
+    ChannelSender,
+    PeerUnreachable,
+    ReceivedBatch,
+    find_frames,
+    lay_out,
+    transport_of,
+)
 from hetstream.mpi_dataworkers.wire.codec import (
     ALIGN_BYTES,
     Buffer,

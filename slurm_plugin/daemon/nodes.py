@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.hetjob.measured import Measured
+from hetstream.hetjob.ports import Measured
 from hetstream.hetjob.site.messages import MAX_NODES
 from hetstream.slurm_plugin.client.model import Job, Node, Snapshot
 from hetstream.slurm_plugin.daemon.settings import PolicySettings

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from hetstream.hetjob.measured import Measured, SpeedPoint
+from hetstream.hetjob.ports import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobNow, JobStatus, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.daemon.nodes import (

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from hetstream.base import typed_json
-from hetstream.hetjob.measured import RemainingWork
+from hetstream.hetjob.ports import RemainingWork
 from hetstream.hetjob.site.client import SiteSettings
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.insight.observation import MIN_INTERVAL_S

@@ -6,7 +6,7 @@ import pytest
 
 from hetstream.hetjob.elastic.snapshot import Companion, CompanionState, Snapshot
 from hetstream.hetjob.elastic.step_terms import Measuring, WaitsByDataWorkers, Work, remaining, worker_memory_mb
-from hetstream.hetjob.measured import MAX_POINTS, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import MAX_POINTS, RemainingWork, SpeedPoint
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus
 
 WORKING = CompanionState.WORKING

@@ -11,7 +11,7 @@ import pytest
 from hetstream.base import process
 from hetstream.base.process import TrainingProgress
 from hetstream.hetjob.elastic.step_terms import UsualLength, Work, remaining
-from hetstream.hetjob.measured import MOST, RemainingWork
+from hetstream.hetjob.ports import MOST, RemainingWork
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus
 
 USUAL = UsualLength(0.25, 0.4, 3)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import ConfigError
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
-from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
+from hetstream.hetjob.ports import JobDemand, MarkedJob, Measured, RemainingWork, SiteReading, SpeedPoint
 from hetstream.hetjob.site import client as link_module
 from hetstream.hetjob.site.client import (
     HOLD_S,

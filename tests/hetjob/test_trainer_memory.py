@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.master.memory import MemoryReading, TrainerMemory, counted_left_s, read_job_memory
-from hetstream.hetjob.measured import Measured, RemainingSource, RemainingWork
+from hetstream.hetjob.ports import Measured, RemainingSource, RemainingWork
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ import torch
 
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.loader.position import OnDevice, move
+from hetstream.mpi_dataworkers.loader.pass_iterator import OnDevice, move
 
 Pair = namedtuple("Pair", "first second")
 DATA = datasets.Augmented(24)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.transports.layout import PAGE_BYTES, Extents, find_frames, lay_out
+from hetstream.mpi_dataworkers.transports.base import PAGE_BYTES, Extents, find_frames, lay_out
 
 CAPACITY = 64 * PAGE_BYTES
 

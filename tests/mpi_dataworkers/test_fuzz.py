@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.ops import tree
-from hetstream.mpi_dataworkers.transports.base import ReceivedBatch
-from hetstream.mpi_dataworkers.transports.layout import lay_out
+from hetstream.mpi_dataworkers.transports.base import ReceivedBatch, lay_out
 from hetstream.mpi_dataworkers.transports.shm import ShmReceiver
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 from hetstream.mpi_dataworkers.wire.codec import encode

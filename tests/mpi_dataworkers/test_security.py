@@ -37,8 +37,7 @@ from hetstream.mpi_dataworkers.transports.auth import (
     new_nonce,
     prove,
 )
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
-from hetstream.mpi_dataworkers.transports.layout import find_frames, lay_out
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, find_frames, lay_out
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, parse_service, read_address_file, write_address_file
 from hetstream.mpi_dataworkers.wire.codec import encode

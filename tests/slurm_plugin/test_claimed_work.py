@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from running_daemon import RunningDaemon, WaitUntil
 
-from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import AskPolicy, ReportDemand, ShowPolicy
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.daemon.registry import Registry

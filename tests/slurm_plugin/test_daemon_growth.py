@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.daemon.registry import Registry

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hetstream.hetjob.measured import Measured, SpeedPoint
+from hetstream.hetjob.ports import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.daemon.nodes import WorkerSize, pool_partitions, pool_room_of, usable_cpus

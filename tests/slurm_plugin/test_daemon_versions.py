@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from running_daemon import RunningDaemon, WaitUntil
 
-from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import LENGTH, AskPolicy, GrantLimit, ReportDemand, ShowPolicy, decode_answer
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.daemon.registry import Registry

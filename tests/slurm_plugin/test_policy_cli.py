@@ -18,7 +18,7 @@ from recorded import Recorded
 from running_daemon import RunningDaemon, answer_to_stranger
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.ports import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import (
     AskPolicy,
     DecisionTaken,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.hetjob.measured import Measured, SpeedPoint
+from hetstream.hetjob.ports import Measured, SpeedPoint
 from hetstream.slurm_plugin.daemon.registry import MAX_CPUS_PER_GPU, POINTS, assumed_curve, curve_of
 from hetstream.slurm_plugin.policy.table import check_table, job_table
 

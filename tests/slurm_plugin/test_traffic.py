@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetstream.hetjob.measured import MOST, Measured, SpeedPoint
+from hetstream.hetjob.ports import MOST, Measured, SpeedPoint
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Snapshot
 from hetstream.slurm_plugin.daemon.nodes import bytes_per_worker_s, sent_bytes_per_s, traffic
 

@@ -15,7 +15,7 @@ else:
 with atheris.instrument_imports(include=["hetstream.mpi_dataworkers"]) if atheris else contextlib.nullcontext():
     from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
     from hetstream.mpi_dataworkers.ops import tree
-    from hetstream.mpi_dataworkers.transports import auth, layout, sockets
+    from hetstream.mpi_dataworkers.transports import auth, base, sockets
     from hetstream.mpi_dataworkers.wire import codec
     from hetstream.mpi_dataworkers.wire.messages import Batch, Batches
 
@@ -50,7 +50,7 @@ def feed(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         sockets.decompress([view], [len(data)])
     with contextlib.suppress(ProtocolError):
-        assert sum(frame.nbytes for frame in layout.find_frames(view)) <= len(data)
+        assert sum(frame.nbytes for frame in base.find_frames(view)) <= len(data)
     with contextlib.suppress(ProtocolError):
         pieces = [view[start : start + LIMIT] for start in range(0, len(data), LIMIT)]
         assert b"".join(codec.join(pieces, LIMIT)) == data

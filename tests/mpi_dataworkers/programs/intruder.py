@@ -11,8 +11,7 @@ import time
 
 import zmq
 
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
-from hetstream.mpi_dataworkers.transports.layout import lay_out
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, lay_out
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender
 from hetstream.mpi_dataworkers.wire.codec import encode

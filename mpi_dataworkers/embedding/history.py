@@ -9,56 +9,37 @@ Nothing is changed here, and a live server may go on writing to a log that is re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from hetstream.mpi_dataworkers.embedding.log import (
-    BaseComplete,
-    Record,
-    SegmentFile,
-    base_name,
-    log_name,
-    open_log,
-    position,
-    segments_of,
-)
+from hetstream.mpi_dataworkers.embedding.log import Head, Mark, Segments, open_log, position
 from hetstream.mpi_dataworkers.embedding.parts import Parts
 from hetstream.mpi_dataworkers.embedding.rows import Ids, Rows, rows_of_record
 from hetstream.mpi_dataworkers.errors import EmbeddingError
-from hetstream.mpi_dataworkers.wire.messages import (
-    EMBEDDING_PARTS,
-    EmbeddingTable,
-    MarkGeneration,
-    PartRows,
-    WriteRows,
-)
+from hetstream.mpi_dataworkers.wire.messages import EMBEDDING_PARTS, EmbeddingTable, PartRows, WriteRows
 
 # Some rows: of which table, which, and they.
 Chunk = tuple[EmbeddingTable, Ids, Rows]
 
 
-@dataclass(frozen=True)
-class _Extent:
-    """Where a log has a part, as it was at some position.
+class _Place(NamedTuple):
+    """Where a log has a part: behind `begin`, and before `end`, which is behind the base of this segment.
 
     Attributes:
         since: number of the change with which it came there; what came later to another server is newer.
         client, tables: who had it, and with which tables.
-        base: the segment whose base is the beginning; 0: none is there any more.
-        begin, end: positions of the records that count; `begin` 0: those of the base, too.
     """
 
     folder: Path
-    since: int
-    client: str
-    tables: dict[str, EmbeddingTable]
     base: int
+    since: int
     begin: int
     end: int
+    client: str
+    tables: Mapping[str, EmbeddingTable]
 
 
 def parts_of_generation(
@@ -75,29 +56,57 @@ def parts_of_generation(
     Raises:
         EmbeddingError: it is not whole, or does not fit the tables; at once. Later: a log is damaged.
     """
-    mark = (first := _History(folder, name)).newest
-    if mark is None:
+    found = _marks(folder, name)
+    if not found:
         raise EmbeddingError(
             f"log {folder} has no generation {name!r}. A server keeps the last ones that it has marked: restore one of "
             "those, or name another server's log"
         )
-    histories = {log: first if log == str(folder) else _History(Path(log), name) for log in mark.logs}
-    wanted = {part % mark.world_size for part in parts}
-    missing = [
-        f"of rank {rank} in {log}" for log in mark.logs for rank in sorted(wanted - histories[log].marked.keys())
-    ]
-    if missing:
+    mark, _ = next(reversed(found.values()))
+    marks = {log: _marks(Path(log), name) for log in mark.said.logs}
+    num_ranks = mark.said.world_size
+    ranks = sorted({part % num_ranks for part in parts})
+    if missing := [f"of rank {rank} in {log}" for log in marks for rank in ranks if rank not in marks[log]]:
         raise EmbeddingError(
-            f"generation {name!r} of {mark.world_size} ranks is not whole: there is no mark "
-            f"{' and none '.join(missing[:8])}{' and more' if missing[8:] else ''}. Restore an older one"
+            f"generation {name!r} of {num_ranks} ranks is not whole: there is no mark {' and none '.join(missing[:8])}"
+            f"{' and more' if missing[8:] else ''}. Restore an older one"
         )
-    found: dict[int, _Extent] = {}
-    for history in histories.values():
+    places: dict[int, _Place] = {}
+    for log in marks:
         for part in parts:
-            extent = history.marked[part % mark.world_size][1].get(part)
-            if extent is not None and (part not in found or found[part].since < extent.since):
-                found[part] = extent
-    return _rows_of(found, parts, tables, f"generation {name!r}")
+            mark, end = marks[log][part % num_ranks]
+            since, begin = mark.places.get(part, (-1, 0))
+            if since >= 0 and (part not in places or places[part].since < since):
+                places[part] = _Place(Path(log), mark.base, since, begin, end, mark.said.client, mark.tables)
+    return _rows_at(places, parts, tables, f"generation {name!r}")
+
+
+def _marks(folder: Path, name: str) -> dict[int, tuple[Mark, int]]:
+    """By rank the last mark of a generation in a log, the newest last, each with its position."""
+    found: dict[int, tuple[Mark, int]] = {}
+    with open_log(folder) as directory:
+        for file in Segments(directory).files():
+            for record in file.records():
+                if isinstance(record.said, Mark) and record.said.said.name == name:
+                    found.pop(record.said.rank, None)
+                    found[record.said.rank] = record.said, record.at
+    return found
+
+
+def generations_of(folder: Path) -> set[str]:
+    """Return the names of the generations that a log has.
+
+    Raises:
+        EmbeddingError: it cannot be read, or is damaged.
+    """
+    names: set[str] = set()
+    with open_log(folder) as directory:
+        for record in Segments(directory).changes():
+            if isinstance(record.said, Head):
+                names |= record.said.needs.keys()
+            elif isinstance(record.said, Mark):
+                names.add(record.said.said.name)
+    return names
 
 
 def parts_now(folder: Path, client: str, parts: Collection[int], tables: Sequence[EmbeddingTable]) -> Iterator[Chunk]:
@@ -108,132 +117,60 @@ def parts_now(folder: Path, client: str, parts: Collection[int], tables: Sequenc
     Raises:
         EmbeddingError: the server did not have them, or they do not fit the tables; at once. Later: it is damaged.
     """
-    history = _History(folder, None)
-    if client not in {*history.parts.clients, *history.parts.replaced}:
+    now = Parts()
+    with open_log(folder) as directory:
+        segments = Segments(directory)
+        for record in segments.changes():
+            if isinstance(record.said, Head):
+                now = record.said.parts
+            else:
+                now.apply(record.said.said if isinstance(record.said, Mark) else record.said, record.at)
+    if client not in {*now.clients, *now.replaced}:
         return iter(())
-    return _rows_of(history.at_end, parts, tables, f"log {folder}")
+    end = position(segments.last + 1)
+    places = {
+        part: _Place(folder, segments.base, now.since[part], now.begin[part], end, holder, now.clients[holder].tables)
+        for part, holder in enumerate(now.holder)
+        if holder
+    }
+    return _rows_at(places, parts, tables, f"log {folder}")
 
 
-class _History:
-    """What a log says of its parts, and of a generation; its rows are not looked at.
-
-    Attributes:
-        parts: as they are at the end.
-        at_end: where they are then.
-        newest: the generation's last mark.
-        marked: by rank: its last mark, and where the rank's parts are then.
-    """
-
-    def __init__(self, folder: Path, name: str | None) -> None:
-        self._folder = folder
-        self._begin = [0] * EMBEDDING_PARTS
-        self.newest: MarkGeneration | None = None
-        self.marked: dict[int, tuple[MarkGeneration, dict[int, _Extent]]] = {}
-        with open_log(folder) as directory:
-            segments = segments_of(directory)
-            if not segments:
-                raise EmbeddingError(f"{folder} is no log of an embedding server: there is no segment in it")
-            first, last = min(segments), max(segments)
-            with SegmentFile(directory, base_name(first)) as file:
-                said = next((record.said for record in file.records()), None)
-            if not isinstance(said, Parts):
-                raise EmbeddingError(f"log {folder} is damaged: {base_name(first)} does not begin with its parts")
-            self.parts = said
-            # That of the first log of all is empty. Of others, one knows it from `BaseComplete` on.
-            self._base = first if first == 1 else 0
-            for number in [number for number, kinds in segments.items() if "log" in kinds]:
-                with SegmentFile(directory, log_name(number)) as file:
-                    for record in file.records():
-                        self._go_on(record, position(number, record.start), name)
-        self._base = max(number for number, kinds in segments.items() if "base" in kinds)
-        self.at_end = self._extents(None, position(last + 1, 0))
-
-    def _go_on(self, record: Record, at: int, name: str | None) -> None:
-        said = record.said
-        if isinstance(said, BaseComplete):
-            self._base = said.segment
-        elif not isinstance(said, Parts):
-            if isinstance(said, MarkGeneration) and said.name == name:
-                clients = self.parts.clients
-                # What an earlier start of the training has marked by this name is of another generation.
-                self.marked = {rank: mark for rank, mark in self.marked.items() if mark[0].client in clients}
-                self.newest = said
-                self.marked[clients[said.client].rank] = said, self._extents(said.client, at)
-            for part in self.parts.apply(said):
-                self._begin[part] = at
-
-    def _extents(self, client: str | None, end: int) -> dict[int, _Extent]:
-        """Return where the parts of a client are, or of all."""
-        return {
-            part: _Extent(
-                self._folder,
-                self.parts.since[part],
-                holder,
-                dict(self.parts.clients[holder].tables),
-                self._base,
-                self._begin[part],
-                end,
-            )
-            for part, holder in enumerate(self.parts.holder)
-            if holder and client in (None, holder)
-        }
-
-
-def _rows_of(
-    found: dict[int, _Extent], parts: Collection[int], tables: Sequence[EmbeddingTable], where: str
+def _rows_at(
+    places: Mapping[int, _Place], parts: Collection[int], tables: Sequence[EmbeddingTable], where: str
 ) -> Iterator[Chunk]:
-    missing = [part for part in parts if part not in found or not found[part].base]
-    if missing:
+    if missing := [part for part in parts if part not in places]:
         raise EmbeddingError(
             f"{where} does not have part {', '.join(map(str, missing[:8]))}{' and more' if missing[8:] else ''}: name "
             "the log of a server that had it, or restore another generation"
         )
-    groups: dict[tuple[Path, int], dict[int, _Extent]] = {}
-    for part in parts:
-        groups.setdefault((found[part].folder, found[part].base), {})[part] = found[part]
-        for table in tables:
-            before = found[part].tables.get(table.name, table)
+    for table in tables:
+        for before in {places[part].tables.get(table.name, table) for part in parts}:
             if before.row_bytes != table.row_bytes or before.num_rows > table.num_rows:
                 raise EmbeddingError(
                     f"{where} has table {table.name!r} with {before.num_rows} rows of {before.row_bytes} bytes, and "
                     f"the program has opened it with {table.num_rows} of {table.row_bytes}: weights, optimizer and "
                     "number of rows must be as they were"
                 )
-    by_name = {table.name: table for table in tables}
-    return (chunk for (folder, base), extents in groups.items() for chunk in _read(folder, base, extents, by_name))
+    by_base: dict[tuple[Path, int], dict[int, _Place]] = {}
+    for part in parts:
+        by_base.setdefault((places[part].folder, places[part].base), {})[part] = places[part]
+    return (chunk for (folder, base), of_base in by_base.items() for chunk in _read(folder, base, of_base, tables))
 
 
-def _read(folder: Path, base: int, extents: dict[int, _Extent], tables: dict[str, EmbeddingTable]) -> Iterator[Chunk]:
+def _read(folder: Path, base: int, places: Mapping[int, _Place], tables: Sequence[EmbeddingTable]) -> Iterator[Chunk]:
     """Read the rows of parts that begin with one base."""
     begin, end = np.zeros(EMBEDDING_PARTS, np.int64), np.zeros(EMBEDDING_PARTS, np.int64)
-    for part, extent in extents.items():
-        begin[part], end[part] = extent.begin, extent.end
-    clients = {extent.client for extent in extents.values()}
+    for part, place in places.items():
+        begin[part], end[part] = place.begin, place.end
+    clients, by_name = {place.client for place in places.values()}, {table.name: table for table in tables}
     with open_log(folder) as directory:
-        logs = [number for number in segments_of(directory) if number >= base and position(number, 0) < end.max()]
-        for number, is_base in ((base, True), *((number, False) for number in logs)):
-            with SegmentFile(directory, base_name(number) if is_base else log_name(number)) as file:
-                for record in file.records():
-                    # What is in the base is of before its segment.
-                    at = position(number, 0) - 1 if is_base else position(number, record.start)
-                    yield from _chosen(file, record, (begin <= at) & (at < end), clients, tables)
-
-
-def _chosen(
-    file: SegmentFile,
-    record: Record,
-    counts: npt.NDArray[np.bool_],
-    clients: set[str],
-    tables: dict[str, EmbeddingTable],
-) -> Iterator[Chunk]:
-    """Give the rows of a record that are of parts which count, if there are any."""
-    said = record.said
-    if not isinstance(said, WriteRows | PartRows) or said.client not in clients or said.table not in tables:
-        return
-    if not counts.any() or (isinstance(said, PartRows) and said.part >= 0 and not counts[said.part]):
-        return
-    table = tables[said.table]
-    ids, rows = rows_of_record(file.rows(record), table)
-    chosen = counts[ids & (EMBEDDING_PARTS - 1)]
-    if chosen.any():
-        yield table, ids[chosen], rows[chosen]
+        for file in Segments(directory).files(base):
+            for record in file.records():
+                said, counts = record.said, (begin <= record.at) & (record.at < end)
+                if not isinstance(said, WriteRows | PartRows) or said.client not in clients or not counts.any():
+                    continue
+                if said.table in by_name and (not isinstance(said, PartRows) or said.part < 0 or counts[said.part]):
+                    ids, rows = rows_of_record(file.rows(record), by_name[said.table])
+                    chosen = counts[ids & (EMBEDDING_PARTS - 1)]
+                    yield by_name[said.table], ids[chosen], rows[chosen]

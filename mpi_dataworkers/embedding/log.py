@@ -2,8 +2,8 @@
 
 `000002.log` has the changes that were appended while it was the last segment. `000002.base` has the parts as they were
 at its beginning, and all rows, written by a thread while more changes are appended: so a row in it may be newer. That
-does no harm to whoever goes on to a place in the log behind the word that the base is complete (`BaseComplete`): what
-changed meanwhile comes again, and each change says what a row is and not what becomes of it.
+does no harm to whoever reads on to a place in the log behind that: what changed meanwhile comes again, and each change
+says what a row is and not what becomes of it. A base gets its name when all that it may have is on the disk in the log.
 
 A record is appended before its change is made. It is on the disk when a thread has synced the file. A record that is
 not whole is the last one: the server was killed in it, or the disk was full. Whoever opens the log cuts it off.
@@ -20,8 +20,8 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,15 +30,16 @@ from hetstream.base.posix import fcntl
 from hetstream.mpi_dataworkers.embedding.parts import Applied, Parts
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.process.faults import reach
+from hetstream.mpi_dataworkers.transports.sockets import left_of
 from hetstream.mpi_dataworkers.wire.codec import Buffer, size_of
-from hetstream.mpi_dataworkers.wire.messages import MarkGeneration, PartRows
+from hetstream.mpi_dataworkers.wire.messages import EmbeddingTable, MarkGeneration, PartRows
 
 _log = logging.getLogger(__name__)
 
 KEPT_GENERATIONS = 8
 # A segment is followed by the next one when its log is larger than this, and larger than its base.
 LEAST_LOG_BYTES = 64 << 20
-_MAGIC = b"HEL1"
+_MAGIC = b"HEL2"
 _HEADER = struct.Struct("<4sIQI")  # magic; bytes of the entry, and of the rows behind it; CRC-32 of all that but itself
 _CHECKED = _HEADER.size - 4
 # What is read at once where only entries are looked at.
@@ -49,37 +50,46 @@ _LOCK = "lock"
 _OFFSET_BITS = 44
 
 
-class BaseComplete(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The base of this segment has its name, and what is in it is older than this record."""
+class Head(msgspec.Struct, frozen=True, tag=True):
+    """How a base begins: with the parts, and with the first segment that each generation needs, the newest last."""
 
-    segment: int
+    parts: Parts
+    needs: dict[str, int]
 
 
-Said = Applied | BaseComplete | Parts
+class Mark(msgspec.Struct, frozen=True, tag=True):
+    """A rank's mark of a generation, with all that is to be known to read its rows.
+
+    Attributes:
+        rank, tables: of the client.
+        base: the segment whose base is the beginning.
+        places: for each part of the client's: `Parts.since` and `Parts.begin`.
+    """
+
+    said: MarkGeneration
+    rank: int
+    tables: dict[str, EmbeddingTable]
+    base: int
+    places: dict[int, tuple[int, int]]
+
+
+Said = Applied | Mark | Head
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+# Rows that a base has, some at a time.
+Dump = Iterator[tuple[PartRows, Sequence[Buffer]]]
 
 
-def record_of(said: Said, frames: Sequence[Buffer] = ()) -> list[Buffer]:
-    """Return the pieces of a record: its head, and the frames where they lie."""
-    entry = _encoder.encode(said)
-    checked = _HEADER.pack(_MAGIC, len(entry), sum(map(size_of, frames)), 0)[:_CHECKED]
-    checksum = zlib.crc32(entry, zlib.crc32(checked))
-    for frame in frames:
-        checksum = zlib.crc32(frame, checksum)
-    return [b"".join((checked, checksum.to_bytes(4, "little"), entry)), *frames]
-
-
-def position(segment: int, offset: int) -> int:
+def position(segment: int, offset: int = 0) -> int:
     """Return a place in a log as one number, in order."""
     return segment << _OFFSET_BITS | offset
 
 
-@dataclass(frozen=True)
-class Record:
-    """A record that was found; its rows lie from `rows_at` to `end`."""
+class Record(NamedTuple):
+    """A record that was found, where it is in the log, and where in the file its rows lie."""
 
     said: Said
+    at: int
     start: int
     rows_at: int
     end: int
@@ -89,13 +99,15 @@ class SegmentFile:
     """A base or a log, open to be read.
 
     Attributes:
+        segment, kind: number, and `base` or `log`.
         size: when it was opened.
         end: where the records that were looked at end; the rest is not whole.
     """
 
-    def __init__(self, directory: Directory, name: str) -> None:
-        self.path = directory.path / name
-        self._descriptor = directory.open_file(name)
+    def __init__(self, directory: Directory, segment: int, kind: str) -> None:
+        self.segment, self.kind = segment, kind
+        self.path = directory.path / _name(segment, kind)
+        self._descriptor = directory.open_file(self.path.name)
         self.size = os.fstat(self._descriptor).st_size
         self.end = 0
 
@@ -123,15 +135,16 @@ class SegmentFile:
             rows_at = start + _HEADER.size + entry_bytes
             if rows_at + rows_bytes > self.size:
                 return
-            if len(head) < _HEADER.size + entry_bytes:
-                head = os.pread(self._descriptor, _HEADER.size + entry_bytes, start)
-            entry = head[_HEADER.size : _HEADER.size + entry_bytes]
+            if len(head) < rows_at - start:
+                head = os.pread(self._descriptor, rows_at - start, start)
             try:
-                found = _decoder.decode(entry)
+                said = _decoder.decode(head[_HEADER.size : rows_at - start])
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise self.damaged(start, f"cannot be read: {error}") from error
             self.end = rows_at + rows_bytes
-            yield Record(found, start, rows_at, self.end)
+            # What is in a base is of before its segment.
+            at = position(self.segment, start) if self.kind == "log" else position(self.segment) - 1
+            yield Record(said, at, start, rows_at, self.end)
 
     def rows(self, record: Record) -> memoryview:
         """Return the rows of a record, with the ids before them, once its checksum is compared.
@@ -159,37 +172,47 @@ class SegmentFile:
         )
 
 
-def segments_of(directory: Directory) -> dict[int, set[str]]:
-    """Return which files each segment has (`base`, `log`), in the order of the segments.
+class Segments:
+    """Which segments a log has.
+
+    Attributes:
+        first, base, last: the first one that is whole, the newest that has a base, and the last.
 
     Raises:
-        EmbeddingError: one between is missing.
+        EmbeddingError: there is none, or one between is missing.
     """
-    found: dict[int, set[str]] = {}
-    for name in directory.names():
-        if match := _SEGMENT.fullmatch(name):
-            found.setdefault(int(match[1]), set()).add(match[2])
-    if not found:
-        return {}
-    # Older ones may be half deleted.
-    first, last = min((number for number, kinds in found.items() if "base" in kinds), default=0), max(found)
-    lacking = [number for number in range(first, last) if "log" not in found.get(number, ())]
-    if not first or lacking:
-        raise EmbeddingError(
-            f"log {directory.path} of an embedding server is damaged: it has "
-            f"{f'no log of segment {lacking[0]}' if first else 'no base'}. Restore a generation from whole logs"
-        )
-    return {number: found[number] for number in range(first, last + 1)}
 
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        found: dict[str, set[int]] = {"base": set(), "log": set()}
+        for match in filter(None, map(_SEGMENT.fullmatch, directory.names())):
+            found[match[2]].add(int(match[1]))
+        # Older ones may be half deleted.
+        self.first, self.base = min(found["base"], default=0), max(found["base"], default=0)
+        self.last = max(found["base"] | found["log"], default=0)
+        missing = set(range(self.first, self.last)) - found["log"]
+        if not self.first or missing:
+            raise EmbeddingError(
+                f"{directory.path} is no log of an embedding server, or is damaged: it has "
+                f"{f'no log of segment {min(missing)}' if self.first else 'no base'}. Restore a generation from whole "
+                "logs"
+            )
+        self._logs = sorted(found["log"])
 
-def base_name(segment: int) -> str:
-    """Return the name of a base."""
-    return f"{segment:06d}.base"
+    def files(self, base: int = 0) -> Iterator[SegmentFile]:
+        """Open a base and all logs behind it, one after the other; without `base` all logs."""
+        bases = [(base, "base")] if base else []
+        for segment, kind in (*bases, *((log, "log") for log in self._logs if log >= max(base, self.first))):
+            with SegmentFile(self._directory, segment, kind) as file:
+                yield file
 
-
-def log_name(segment: int) -> str:
-    """Return the name of a log."""
-    return f"{segment:06d}.log"
+    def changes(self) -> Iterator[Record]:
+        """Give how the newest base begins, and all changes behind it."""
+        for file in self.files(self.base):
+            for record in file.records():
+                yield record
+                if file.kind == "base":
+                    break
 
 
 def open_log(folder: str | os.PathLike[str]) -> Directory:
@@ -207,16 +230,12 @@ def open_log(folder: str | os.PathLike[str]) -> Directory:
         ) from error
 
 
-# What a base has.
-Dump = Iterator[tuple[PartRows, Sequence[Buffer]]]
-
-
 class Log:
     """The log of this server, open to be appended to. All but its two threads call it from one thread.
 
     Args:
         folder: its directory; it is made.
-        changed: called from another thread when more is on the disk, or a base is written.
+        changed: called from another thread when more is on the disk.
         kept_generations: that can be restored from it.
         least_log_bytes: see `LEAST_LOG_BYTES`.
 
@@ -236,7 +255,11 @@ class Log:
         least_log_bytes: int = LEAST_LOG_BYTES,
     ) -> None:
         self.num_records = self.num_synced = 0
-        self._changed, self._least_log_bytes = changed, least_log_bytes
+        self._changed, self._least_log_bytes, self._kept_generations = changed, least_log_bytes, kept_generations
+        # By generation, the newest last: from which segment on it needs them.
+        self._needs: dict[str, int] = {}
+        self._base_bytes = self._size = 0
+        self._descriptor = -1
         self._files = contextlib.ExitStack()
         try:
             self._directory = self._files.enter_context(own_directory(folder))
@@ -244,30 +267,23 @@ class Log:
             self._lock()
             for name in filter(is_temporary, self._directory.names()):
                 self._directory.unlink(name, missing_ok=True)
-            self._base_bytes = 0
-            if not segments_of(self._directory):
-                self._write_base(1, record_of(Parts()), iter(()))
-            self._first = next(iter(segments_of(self._directory)))
+            if not any(map(_SEGMENT.fullmatch, self._directory.names())):
+                self._write_base(1, record_of(Head(Parts(), {})), iter(()))
+            segments = Segments(self._directory)
+            self._first, self._base, self._segment = segments.first, segments.base, segments.last
+            # The same number for each segment's file in turn.
+            self._descriptor = self._open(self._segment)
+            self._files.callback(os.close, self._descriptor)
         except BaseException as error:
             self._files.close()
             if isinstance(error, OSError):
                 raise EmbeddingError(f"no log for an embedding server at {folder}: {error}") from error
             raise
-        self._base = self._first  # the newest that the log knows to be complete
-        # By generation, the newest last: from which segment on it needs them.
-        self._needs: dict[str, int] = {}
-        self._kept_generations = kept_generations
-        self._descriptor = -1
-        self._segment = self._size = 0
-        self._base_writer: threading.Thread | None = None
-        self._base_written = 0  # the segment whose base is complete, while that is not in the log
-        # For the thread that syncs: files of segments before, to be closed then; and names to be deleted then.
-        self._to_do = threading.Condition()
-        self._left: list[int] = []
-        self._unwanted: list[str] = []
+        self._guard = threading.Condition()
         self._closing = False
         self._failure: OSError | None = None
         self._syncer = threading.Thread(target=self._sync, name="hetstream-sync", daemon=True)
+        self._base_writer: threading.Thread | None = None
 
     def _lock(self) -> None:
         lock = self._directory.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
@@ -282,66 +298,60 @@ class Log:
                 "end"
             ) from error
 
-    def recover(self) -> Iterator[tuple[Applied | Parts, memoryview]]:
-        """Give what the parts and rows follow from, in order; then the log can be appended to.
+    def _open(self, segment: int) -> int:
+        descriptor = self._directory.open_file(_name(segment, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._directory.sync()
+        return descriptor
+
+    def recover(self) -> Iterator[tuple[Applied | Parts, int, memoryview]]:
+        """Give what the parts and rows follow from, in order, each with its position; then it can be appended to.
 
         Raises:
             EmbeddingError: the log is damaged.
             OSError: it cannot be read.
         """
-        segments = segments_of(self._directory)
-        base = max(number for number, kinds in segments.items() if "base" in kinds)
-        last = max(segments)
-        for number in range(self._first, base):
-            with SegmentFile(self._directory, log_name(number)) as file:
-                for record in file.records():
-                    self._note(record.said)
-        with SegmentFile(self._directory, base_name(base)) as file:
-            self._base_bytes = file.size
-            yield from self._replay(file, is_last=False)
-        self._segment, self._descriptor = last, self._open_new(last)
-        for number in range(base, last + 1):
-            with SegmentFile(self._directory, log_name(number)) as file:
-                yield from self._replay(file, is_last=number == last)
-                self._size = file.end
+        for file in Segments(self._directory).files(self._base):
+            is_last = file.kind == "log" and file.segment == self._segment
+            for record in file.records():
+                try:
+                    rows = file.rows(record)
+                except EmbeddingError:
+                    if not is_last or record.end != file.size:
+                        raise
+                    file.end = record.start  # its host has ended before it was on the disk
+                    break
+                said = record.said
+                if isinstance(said, Head):
+                    self._base_bytes, self._needs = file.size, said.needs
+                    yield said.parts, record.at, rows
+                elif isinstance(said, Mark):
+                    self._need(said)
+                    yield said.said, record.at, rows
+                else:
+                    yield said, record.at, rows
+            if file.end < file.size and not is_last:
+                raise file.damaged(file.end, "is not whole")
+            if file.end < file.size:
+                _log.warning("cut %d bytes of a record that is not whole off %s", file.size - file.end, file.path)
+            self._size = file.end
         os.ftruncate(self._descriptor, self._size)
-        if self._base != base:  # the server was killed between its name and that record
-            self._base_written = base
         self._syncer.start()
 
-    def _replay(self, file: SegmentFile, is_last: bool) -> Iterator[tuple[Applied | Parts, memoryview]]:
-        for record in file.records():
-            self._note(record.said)
-            try:
-                rows = file.rows(record)
-            except EmbeddingError:
-                if not is_last or record.end != file.size:
-                    raise
-                file.end = record.start  # its host has ended before it was on the disk
-                break
-            if not isinstance(record.said, BaseComplete):
-                yield record.said, rows
-        if file.end < file.size and not is_last:
-            raise file.damaged(file.end, "is not whole")
-        if file.end < file.size:
-            _log.warning("cut %d bytes of a record that is not whole off %s", file.size - file.end, file.path)
+    @property
+    def num_generations(self) -> int:
+        """How many can be restored."""
+        return len(self._needs)
 
-    def _open_new(self, number: int) -> int:
-        return self._directory.open_file(log_name(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def _note(self, said: Said) -> None:
-        """Keep in mind which segments are needed."""
-        if isinstance(said, BaseComplete):
-            self._base = said.segment
-        elif isinstance(said, MarkGeneration):
-            self._needs[said.name] = min(self._base, self._needs.pop(said.name, self._base))
-            while len(self._needs) > self._kept_generations:
-                del self._needs[next(iter(self._needs))]
+    def _need(self, mark: Mark) -> None:
+        name = mark.said.name
+        self._needs[name] = min(mark.base, self._needs.pop(name, mark.base))
+        while len(self._needs) > self._kept_generations:
+            del self._needs[next(iter(self._needs))]
 
     # Appending
 
-    def append(self, said: Said, frames: Sequence[Buffer] = ()) -> None:
-        """Append a record.
+    def append(self, said: Applied | Mark, frames: Sequence[Buffer] = ()) -> int:
+        """Append a record, and return its position.
 
         Raises:
             EmbeddingError: there is no room on the disk; the log is as it was.
@@ -349,6 +359,7 @@ class Log:
         """
         if self._failure is not None:
             raise self._failure
+        at = position(self._segment, self._size)
         head, *others = record_of(said, frames)
         try:
             size = _write_all(self._descriptor, [head])
@@ -357,32 +368,41 @@ class Log:
         except OSError as error:
             os.ftruncate(self._descriptor, self._size)
             raise EmbeddingError(
-                f"{type(said).__name__} cannot be written to {log_name(self._segment)} in {self._directory.path}: "
+                f"{type(said).__name__} cannot be written to {_name(self._segment, 'log')} in {self._directory.path}: "
                 f"{error}. Nothing was changed; make room there, and start the program again"
             ) from error
         self._size += size
-        self._note(said)
-        with self._to_do:
+        with self._guard:
             self.num_records += 1
-            self._to_do.notify()
+            self._guard.notify()
+        return at
+
+    def mark(self, said: MarkGeneration, parts: Parts) -> int:
+        """Append a rank's mark of a generation, as `append` does.
+
+        Args:
+            said: what is asked.
+            parts: as they are before it.
+        """
+        client = parts.clients[said.client]
+        mine = (part for part, holder in enumerate(parts.holder) if holder == said.client)
+        places = {part: (parts.since[part], parts.begin[part]) for part in mine}
+        with self._guard:  # its base is not removed before it is known to be needed
+            mark = Mark(said, client.rank, client.tables, self._base, places)
+            at = self.append(mark)
+            self._need(mark)
+        return at
 
     def _sync(self) -> None:
         while True:
-            with self._to_do:
-                self._to_do.wait_for(lambda: self._closing or self.num_records > self.num_synced or self._unwanted)
-                num_records, left, unwanted = self.num_records, self._left, self._unwanted
-                if self._closing and num_records == self.num_synced and not left and not unwanted:
-                    return
-                self._left, self._unwanted = [], []
-                current = self._descriptor
+            with self._guard:
+                self._guard.wait_for(lambda: self._closing or self.num_records > self.num_synced)
+                num_records = self.num_records
+            if num_records == self.num_synced:
+                return
             try:
                 reach("embedding.before_fsync")
-                for descriptor in left:
-                    os.fdatasync(descriptor)
-                    os.close(descriptor)
-                os.fdatasync(current)
-                for name in unwanted:
-                    self._directory.unlink(name, missing_ok=True)
+                os.fdatasync(self._descriptor)
             except OSError as error:
                 # What the system could not write, it may have dropped: a second try would not say so.
                 self._failure = error
@@ -394,7 +414,7 @@ class Log:
     # Segments
 
     def look_after(self, parts: Parts, dump: Callable[[], Dump]) -> None:
-        """Begin a new segment where the last one is large enough, and delete those of no use.
+        """Begin a new segment where the last one is large enough.
 
         Args:
             parts: as they are now.
@@ -405,76 +425,77 @@ class Log:
         """
         if self._failure is not None:
             raise self._failure
-        if self._base_written:
-            with contextlib.suppress(EmbeddingError):  # a full disk: later
-                self.append(BaseComplete(self._base_written))
-                self._base_written = 0
-                self._delete_unneeded()
         is_busy = self._base_writer is not None and self._base_writer.is_alive()
-        if is_busy or self._base_written or self._size <= max(self._least_log_bytes, self._base_bytes):
+        if is_busy or self._size <= max(self._least_log_bytes, self._base_bytes):
             return
-        number = self._segment + 1
+        os.fdatasync(self._descriptor)
         try:
-            descriptor = self._open_new(number)
+            new = self._open(self._segment + 1)
         except OSError as error:
             _log.warning("no new segment of the log: %s", error)
             return
-        with self._to_do:
-            self._left.append(self._descriptor)
-            self._segment, self._descriptor, self._size = number, descriptor, 0
+        os.dup2(new, self._descriptor, inheritable=False)
+        os.close(new)
+        self._segment, self._size = self._segment + 1, 0
+        # Encoded here: this thread changes them.
+        head = Head(parts, self._needs)
         self._base_writer = threading.Thread(
-            target=self._try_base, args=(number, record_of(parts), dump()), name="hetstream-base", daemon=True
+            target=self._renew, args=(self._segment, record_of(head), dump()), name="hetstream-base", daemon=True
         )
         self._base_writer.start()
 
-    def _try_base(self, number: int, first: list[Buffer], dump: Dump) -> None:
+    def _renew(self, number: int, head: list[Buffer], dump: Dump) -> None:
+        """Write a base, and remove the segments that nothing needs any more."""
         try:
-            self._write_base(number, first, dump)
+            self._write_base(number, head, dump)
+            with self._guard:
+                self._base = number
+                first, self._first = self._first, min([number, *self._needs.values()])
+            for unneeded in range(first, self._first):
+                for kind in ("base", "log"):
+                    self._directory.unlink(_name(unneeded, kind), missing_ok=True)
         except OSError as error:
-            _log.warning("no base for segment %d of the log, older segments stay: %s", number, error)
-            return
-        self._base_written = number
-        self._changed()
+            _log.warning("older segments of the log stay, as those of segment %d are not renewed: %s", number, error)
 
-    def _write_base(self, number: int, first: list[Buffer], dump: Dump) -> None:
-        with self._directory.replacing(base_name(number)) as descriptor:
-            size = _write_all(descriptor, first)
+    def _write_base(self, number: int, head: list[Buffer], dump: Dump) -> None:
+        with self._directory.replacing(_name(number, "base")) as descriptor:
+            size = _write_all(descriptor, head)
             for said, frames in dump:
                 size += _write_all(descriptor, record_of(said, frames))
             os.fsync(descriptor)
             reach("embedding.base_written")
+            if self._descriptor >= 0:
+                os.fdatasync(self._descriptor)
         self._base_bytes = size
-
-    def _delete_unneeded(self) -> None:
-        needed = min([self._base, *self._needs.values()])
-        with self._to_do:
-            for number in range(self._first, needed):
-                self._unwanted += [base_name(number), log_name(number)]
-            self._to_do.notify()
-        self._first = max(self._first, needed)
 
     def close(self) -> None:
         """Wait until all is on the disk, and give the directory to others."""
-        with self._to_do:
+        with self._guard:
             self._closing = True
-            self._to_do.notify()
-        if self._syncer.ident is not None:
-            self._syncer.join()
-        if self._base_writer is not None:
-            self._base_writer.join()
-        for descriptor in (*self._left, self._descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
+            self._guard.notify()
+        for thread in (self._syncer, self._base_writer):
+            if thread is not None and thread.ident is not None:
+                thread.join()
         self._files.close()
 
 
+def record_of(said: Said, frames: Sequence[Buffer] = ()) -> list[Buffer]:
+    """Return the pieces of a record: its head, and the frames where they lie."""
+    entry = _encoder.encode(said)
+    checked = _HEADER.pack(_MAGIC, len(entry), sum(map(size_of, frames)), 0)[:_CHECKED]
+    checksum = zlib.crc32(entry, zlib.crc32(checked))
+    for frame in frames:
+        checksum = zlib.crc32(frame, checksum)
+    return [b"".join((checked, checksum.to_bytes(4, "little"), entry)), *frames]
+
+
+def _name(segment: int, kind: str) -> str:
+    return f"{segment:06d}.{kind}"
+
+
 def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> int:
-    left = [memoryview(piece).cast("B") for piece in pieces if size_of(piece)]
+    left: list[Buffer] = [memoryview(piece).cast("B") for piece in pieces if size_of(piece)]
     total = sum(map(len, left))
     while left:
-        count = os.writev(descriptor, left)
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
+        left = left_of(left, os.writev(descriptor, left))
     return total

@@ -61,6 +61,7 @@ class Parts(msgspec.Struct, tag=True):
         replaced: names of those whose place others have taken.
         holder: for each part, who has it here; "" where it is not here.
         since: the number of the change with which it came to be here; 0 for `OpenTables`.
+        begin: the place in the log of the change that last emptied it.
         expected: parts that are to come.
     """
 
@@ -68,6 +69,7 @@ class Parts(msgspec.Struct, tag=True):
     replaced: list[str] = []
     holder: list[str] = msgspec.field(default_factory=lambda: [""] * EMBEDDING_PARTS)
     since: list[int] = msgspec.field(default_factory=lambda: [0] * EMBEDDING_PARTS)
+    begin: list[int] = msgspec.field(default_factory=lambda: [0] * EMBEDDING_PARTS)
     expected: dict[int, Expectation] = {}
 
     # What is asked
@@ -161,14 +163,13 @@ class Parts(msgspec.Struct, tag=True):
             part in self.expected and self.expected[part].client == said.client for part in said.parts
         )
 
-    def is_complete(self, wanted: Expectation) -> bool:
-        """Return whether nothing of an expectation is to come any more."""
-        return not any(self.expected.get(part) == wanted for part in wanted.parts)
+    def awaits(self, client: str, number: int) -> bool:
+        """Return whether parts are to come that a client has named under this number."""
+        return any((wanted.client, wanted.number) == (client, number) for wanted in self.expected.values())
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no part lies here, or is expected."""
-        return not self.expected and not any(self.holder)
+    def owners(self) -> set[str]:
+        """Return the clients that have parts here, or expect some."""
+        return {*self.holder, *(wanted.client for wanted in self.expected.values())} - {""}
 
     def tables(self) -> set[EmbeddingTable]:
         """Return the tables of all clients."""
@@ -180,16 +181,16 @@ class Parts(msgspec.Struct, tag=True):
 
     # What is done
 
-    def apply(self, said: Applied) -> Emptied:
-        """Make a change that was let through, or that a log has; return the parts whose rows are gone."""
+    def apply(self, said: Applied, at: int) -> Emptied:
+        """Make a change that was let through, or that a log has at this place; return the parts that are emptied."""
         emptied: Emptied = {}
         if isinstance(said, OpenTables):
-            return self._open(said)
-        if isinstance(said, Expectation | DropParts):
+            self._open(said, emptied)
+        elif isinstance(said, Expectation | DropParts):
             for part in said.parts:
                 if isinstance(said, AdoptParts) and self.holder[part] == said.client:
                     continue  # it had come whole from the server that is lost
-                emptied[part] = self._empty(part)
+                self._empty(part, emptied)
                 if not isinstance(said, DropParts):
                     self.expected[part] = said
         elif isinstance(said, PartsSent):
@@ -197,36 +198,42 @@ class Parts(msgspec.Struct, tag=True):
                 self.since[part] = self.expected.pop(part).number
                 self.holder[part] = said.client
         elif isinstance(said, MarkGeneration):
-            for name in [name for name, client in self.clients.items() if client.rank >= said.world_size]:
-                emptied |= self._replace(name)
+            self._replace([name for name, client in self.clients.items() if client.rank >= said.world_size], emptied)
         if isinstance(said, AdoptParts):
             self.clients[said.client].adopted = said.number
-        elif not isinstance(said, PartRows | PartsSent):
+        elif not isinstance(said, OpenTables | PartRows | PartsSent):
             self.clients[said.client].made = said.number
+        for part in emptied:
+            self.begin[part] = at
         return emptied
 
-    def _open(self, said: OpenTables) -> Emptied:
+    def give_up(self, client: str) -> Emptied:
+        """Expect nothing more of a client, which has failed; return the parts that are emptied."""
         emptied: Emptied = {}
-        known = self.clients.get(said.client)
-        if known is None:
-            for name in [name for name, client in self.clients.items() if client.rank == said.rank]:
-                emptied |= self._replace(name)
-            known = self.clients[said.client] = Client(said.rank)
-        known.tables |= {table.name: table for table in said.tables}
-        if not (known.made or known.adopted):
+        for part in [part for part, wanted in self.expected.items() if wanted.client == client]:
+            self._empty(part, emptied)
+        return emptied
+
+    def _open(self, said: OpenTables, emptied: Emptied) -> None:
+        if said.client not in self.clients:
+            self._replace([name for name, client in self.clients.items() if client.rank == said.rank], emptied)
+        client = self.clients.setdefault(said.client, Client(said.rank))
+        client.tables |= {table.name: table for table in said.tables}
+        if not (client.made or client.adopted):
             for part in said.parts:
-                emptied[part] = [*emptied.get(part, ()), *self._empty(part)]
+                self._empty(part, emptied)
                 self.holder[part], self.since[part] = said.client, 0
-        return emptied
 
-    def _replace(self, name: str) -> Emptied:
-        emptied = {part: self._empty(part) for part in range(EMBEDDING_PARTS) if self.whose(part) == name}
-        del self.clients[name]
-        self.replaced = [*self.replaced, name][-_MOST_REPLACED:]
-        return emptied
+    def _replace(self, names: Iterable[str], emptied: Emptied) -> None:
+        for name in names:
+            for part in range(EMBEDDING_PARTS):
+                if self.whose(part) == name:
+                    self._empty(part, emptied)
+            del self.clients[name]
+            self.replaced = [*self.replaced, name][-_MOST_REPLACED:]
 
-    def _empty(self, part: int) -> list[EmbeddingTable]:
+    def _empty(self, part: int, emptied: Emptied) -> None:
         whose = self.whose(part)
         self.holder[part] = ""
         self.expected.pop(part, None)
-        return list(self.clients[whose].tables.values()) if whose else []
+        emptied.setdefault(part, []).extend(self.clients[whose].tables.values() if whose else ())

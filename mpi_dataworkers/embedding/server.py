@@ -4,8 +4,9 @@ Called by `hetstream internal embedding-server`. It stores bytes and says what i
 `parts.py` decides what becomes of a request, `log.py` brings each change to the disk, `rows.py` has the rows. Here is
 who waits for whom.
 
-One thread does all that is asked. Others send answers, so that a slow trainer holds up nobody else; sync the log; read
-the logs of other servers; and write the file by which trainers find this one.
+One thread does all that is asked. Others send answers, so that a slow trainer holds up nobody else, and parts that
+move; sync the log; and write the file by which trainers find this one. What is read from a log comes as the rows of
+another server do: this one sends it to itself.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import collections
 import contextlib
 import logging
 import os
-import re
 import secrets
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,17 @@ from pathlib import Path
 
 import numpy as np
 
-from hetstream.base.errors import UsageError
-from hetstream.mpi_dataworkers.embedding.background import LINGER_S, Frames, Loader, Outbox, Piece, RegistrationFile
+from hetstream.mpi_dataworkers.embedding.background import (
+    LINGER_S,
+    Frames,
+    Outbox,
+    Piece,
+    keep_registered,
+    register,
+)
+from hetstream.mpi_dataworkers.embedding.history import Chunk, parts_now, parts_of_generation
 from hetstream.mpi_dataworkers.embedding.log import KEPT_GENERATIONS, LEAST_LOG_BYTES, Log
-from hetstream.mpi_dataworkers.embedding.parts import Applied, Expectation, Parts, Request
+from hetstream.mpi_dataworkers.embedding.parts import Applied, Emptied, Expectation, Parts, Request
 from hetstream.mpi_dataworkers.embedding.rows import (
     Ids,
     Rows,
@@ -64,55 +72,12 @@ from hetstream.mpi_dataworkers.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
+FromLog = AdoptParts | RestoreGeneration
 _FORMAT = 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Rows of a part go in pieces of this size, with other requests between them.
 _CHUNK_BYTES = 1 << 20
-# Clients that were replaced last are told so when they ask; they, and those before, may be gone.
-_TOLD_REPLACED = 4
 # How soon the end of the service or a signal is noticed.
 _LOOK_S = 0.25
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a server is started.
-
-    Attributes:
-        name: its own, among those of the service.
-        directory: its log is the directory `server-NAME` in there.
-        memory_bytes: that the rows may take.
-        drain_s: how long it goes on serving once it was told to end, while parts lie here.
-        kept_generations: that can be restored from its log.
-        least_log_bytes: size of a segment's log from which on it may be followed by the next one.
-    """
-
-    name: str
-    directory: Path
-    memory_bytes: int
-    drain_s: float = 30.0
-    kept_generations: int = KEPT_GENERATIONS
-    least_log_bytes: int = LEAST_LOG_BYTES
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not _NAME.fullmatch(self.name):
-            problems.append(
-                f"name {self.name!r}: 1 to 64 letters, digits, `.`, `_` and `-`, beginning with none of these"
-            )
-        if self.memory_bytes < 1:
-            problems.append(f"memory {self.memory_bytes}: at least 1 byte")
-        if not 0 <= self.drain_s < float("inf"):
-            problems.append(f"drain {self.drain_s}: seconds, at least 0")
-        if self.kept_generations < 1:
-            problems.append(f"kept generations {self.kept_generations}: at least 1")
-        if problems:
-            raise UsageError("; ".join(problems))
-
-    @property
-    def log_folder(self) -> Path:
-        """Where its log is."""
-        return self.directory.absolute() / f"server-{self.name}"
 
 
 @dataclass
@@ -128,56 +93,64 @@ class EmbeddingServer:
 
     Args:
         service: address and keys of the service.
-        options: how it is started.
+        name: its own, among those of the service.
+        directory: its log is the directory `server-NAME` in there.
+        memory_bytes: that the rows may take.
+        drain_s: how long it goes on serving once it was told to end, while parts lie here.
+        kept_generations, least_log_bytes: see `Log`.
 
     Raises:
         EmbeddingError, ServiceError: it cannot be.
     """
 
-    def __init__(self, service: ServiceAddress, options: ServerOptions) -> None:
-        self._service, self._options = service, options
+    def __init__(
+        self,
+        service: ServiceAddress,
+        name: str,
+        directory: Path,
+        memory_bytes: int,
+        drain_s: float,
+        kept_generations: int = KEPT_GENERATIONS,
+        least_log_bytes: int = LEAST_LOG_BYTES,
+    ) -> None:
+        self._service, self._name, self._drain_s = service, name, drain_s
+        self._folder = directory.absolute() / f"server-{name}"
         self._start = secrets.token_hex(16)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_read = 0
         self._is_draining = False
         self._parts = Parts()
-        self._tables = Tables(options.memory_bytes)
+        self._tables = Tables(memory_bytes)
         self._peers: dict[str, _Peer] = {}
         # Why clients have failed. One that was refused something ends, so all else that concerns it is refused.
         self._refusals: dict[str, str] = {}
+        # Parts on their way, to another server or from a log to here, by client and number of the request.
         self._moves: dict[tuple[str, int], Outbox] = {}
-        self._loader = Loader(self._wake)
-        self._loading: set[tuple[str, int]] = set()
         # Answers that wait until so many records are on the disk.
         self._due: collections.deque[tuple[int, str, EmbeddingMessage]] = collections.deque()
-        self._log = Log(options.log_folder, self._wake, options.kept_generations, options.least_log_bytes)
+        self._log = Log(self._folder, self._wake, kept_generations, least_log_bytes)
         try:
             self._recover()
             binds = [f"ipc://@hetstream-{secrets.token_hex(16)}", f"tcp://{local_address_towards(service.address)}:*"]
             self._receiver = SocketReceiver(service.batch_key, binds)
-        except OSError as error:
+        except BaseException as error:
             self._log.close()
-            raise ServiceError(f"embedding server {options.name} cannot start: {error}") from error
-        except BaseException:
-            self._log.close()
+            if isinstance(error, OSError):
+                raise ServiceError(f"embedding server {name} cannot start: {error}") from error
             raise
 
     def _recover(self) -> None:
         begun = time.monotonic()
-        for said, data in self._log.recover():
+        for said, at, data in self._log.recover():
             if isinstance(said, Parts):
                 self._parts = said
                 self._tables.add(said.tables())
             elif isinstance(said, WriteRows | PartRows):
-                self._apply(said, *rows_of_record(data, self._parts.clients[said.client].tables[said.table]))
+                self._apply(said, at, *rows_of_record(data, self._parts.clients[said.client].tables[said.table]))
             else:
-                self._apply(said)
-        _log.info(
-            "embedding server %s has %d rows of its log, after %.1f s",
-            self._options.name,
-            self._tables.num_rows,
-            time.monotonic() - begun,
-        )
+                self._apply(said, at)
+        took_s = time.monotonic() - begun
+        _log.info("embedding server %s has %d rows of its log, after %.1f s", self._name, self._tables.num_rows, took_s)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Serve until the service ends, or until it was told to end and no part lies here.
@@ -188,36 +161,42 @@ class EmbeddingServer:
         Raises:
             OSError: the log is of no use any more; what was told to be on the disk is.
         """
-        registration = None
+        place, ended = (self._service.file, self._name), threading.Event()
+        keeper = threading.Thread(target=keep_registered, args=(*place, self._facts, ended), name="hetstream-register")
         try:
-            registration = RegistrationFile(self._service.file, self._options.name, self._facts)
-            self._serve(should_stop, registration)
+            register(*place, self._facts())
+            keeper.start()
+            self._serve(should_stop, ended)
         finally:
-            if registration is not None:
-                registration.remove()
+            ended.set()
+            if keeper.ident is not None:
+                keeper.join()
             self._close()
 
-    def _serve(self, should_stop: Callable[[], bool], registration: RegistrationFile) -> None:
+    def _serve(self, should_stop: Callable[[], bool], ended: threading.Event) -> None:
         poller = select.poll()
         for source in (*self._receiver.sources, self._wakeup):
             poller.register(source, select.POLLIN)
         give_up_at = float("inf")
-        is_busy = False
-        while not registration.service_has_ended:
+        while not ended.is_set():
             now = time.monotonic()
             if not self._is_draining and should_stop():
                 self._is_draining = True
-                give_up_at = now + self._options.drain_s
-                _log.info("embedding server %s drains: it ends when no part lies here", self._options.name)
-            if self._is_draining and (now >= give_up_at or (self._parts.is_empty and not self._moves)):
+                give_up_at = now + self._drain_s
+                _log.info("embedding server %s drains: it ends when no part lies here", self._name)
+            # Nobody fetches those of a client that has failed.
+            is_needed = self._moves or self._parts.owners() - self._refusals.keys()
+            if self._is_draining and (now >= give_up_at or not is_needed):
                 return
-            poller.poll(0 if is_busy else 1000 * min(_LOOK_S, self._receiver.look_again_s))
+            poller.poll(1000 * min(_LOOK_S, self._receiver.look_again_s))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
             for received in self._receiver.receive():
                 self._take(received)
-            is_busy = self._take_loaded()
-            self._moves = {key: move for key, move in self._moves.items() if not move.is_over}
+            for (client, number), move in [(key, move) for key, move in self._moves.items() if move.is_over]:
+                del self._moves[client, number]
+                if move.failure and self._parts.awaits(client, number):
+                    self._fail(client, number, move.failure)
             self._tell_kept()
             self._log.look_after(self._parts, lambda: self._rows_of(range(EMBEDDING_PARTS), 0))
 
@@ -239,15 +218,16 @@ class EmbeddingServer:
     def _facts(self) -> dict[str, object]:
         return {
             "format": _FORMAT,
-            "name": self._options.name,
+            "name": self._name,
             "start": self._start,
             "addresses": self._receiver.addresses,
-            "log": str(self._options.log_folder),
+            "log": str(self._folder),
             "rows": self._tables.num_rows,
             "bytes": self._tables.num_bytes,
             "limit_bytes": self._tables.limit_bytes,
             "draining": self._is_draining,
             "reads": self._num_read,
+            "generations": self._log.num_generations,
         }
 
     # What comes
@@ -259,10 +239,8 @@ class EmbeddingServer:
         said, frames = received.header, received.frames
         if isinstance(said, OpenTables):
             self._open(said)
-        elif isinstance(said, PartRows):
-            self._part_rows_came(said, frames)
-        elif isinstance(said, PartsSent):
-            self._parts_came(said)
+        elif isinstance(said, PartRows | PartsSent):
+            self._parts_came(said, frames)
         elif isinstance(said, Request):
             self._ask(said, frames)
         else:
@@ -274,8 +252,7 @@ class EmbeddingServer:
         if peer is None or peer.outbox.receivers != said.reply_to:
             if peer is not None:
                 peer.outbox.abandon()
-            outbox = Outbox(self._service.batch_key, self._options.name, said.reply_to)
-            peer = self._peers[said.client] = _Peer(outbox)
+            peer = self._peers[said.client] = _Peer(Outbox(self._service.batch_key, self._name, said.reply_to))
         peer.requests.clear()  # the client repeats what it has no answer to
         try:
             if said.client in self._refusals:
@@ -286,7 +263,6 @@ class EmbeddingServer:
                 _log.info("rank %d has opened %d tables as client %s", said.rank, len(said.tables), said.client)
         except EmbeddingError as error:
             self._fail(said.client, 0, str(error))
-        self._fail_replaced()
 
     def _ask(self, said: Request, frames: Frames) -> None:
         peer = self._peers.get(said.client)
@@ -323,13 +299,12 @@ class EmbeddingServer:
         elif isinstance(said, SendParts):
             if not parts.are_here(said, said.parts):
                 return False
-            self._begin_move(said)
+            self._move(said, said.to, self._rows_of(said.parts, said.number))
         else:
             if not isinstance(said, MarkGeneration):
                 parts.check_may_have(said)
             self._append_and_apply(said)
             self._answer(said)
-            self._fail_replaced()
         return True
 
     def _read_or_write(self, said: ReadRows | WriteRows, frames: Frames) -> bool:
@@ -340,7 +315,7 @@ class EmbeddingServer:
         if isinstance(said, ReadRows):
             rows, is_there = self._tables[table].read(ids)
             self._num_read += len(ids)
-            self._say(said.client, RowsRead(self._options.name, said.number), (rows.data, is_there.data))
+            self._say(said.client, RowsRead(self._name, said.number), (rows.data, is_there.data))
         else:
             rows = rows_of_frame(frames[1], table, len(ids))
             self._tables.check_room(table, ids)
@@ -349,36 +324,40 @@ class EmbeddingServer:
         return True
 
     def _append_and_apply(self, said: Applied, ids: Ids | None = None, rows: Rows | None = None) -> None:
-        self._log.append(said, () if ids is None or rows is None else (ids.data, rows.data))
-        self._apply(said, ids, rows)
+        if isinstance(said, MarkGeneration):
+            at = self._log.mark(said, self._parts)
+        else:
+            at = self._log.append(said, () if ids is None or rows is None else (ids.data, rows.data))
+        self._apply(said, at, ids, rows)
+        for name in (self._peers.keys() | self._refusals.keys()) - self._parts.clients.keys():
+            self._fail(name, 0, f"client {name} was replaced by another trainer of its rank: end this one")
 
-    def _apply(self, said: Applied, ids: Ids | None = None, rows: Rows | None = None) -> None:
+    def _apply(self, said: Applied, at: int, ids: Ids | None = None, rows: Rows | None = None) -> None:
         if isinstance(said, OpenTables):
             self._tables.add(said.tables)
-        for part, tables in self._parts.apply(said).items():
-            for table in tables:
-                self._tables[table].drop(part)
+        self._empty(self._parts.apply(said, at))
         if isinstance(said, OpenTables | MarkGeneration):
             self._tables.keep_only(self._parts.tables())
         if isinstance(said, WriteRows | PartRows) and ids is not None and rows is not None:
             self._tables[self._parts.table_of(said)].write(ids, rows)
 
-    def _fail(self, client: str, number: int, text: str) -> None:
-        """Refuse what a client has asked, and all that it will ask."""
-        self._refusals[client] = text
-        if (peer := self._peers.get(client)) is not None:
-            peer.requests.clear()
-            peer.outbox.put(EmbeddingRefused(self._options.name, number, text))
+    def _empty(self, emptied: Emptied) -> None:
+        for part, tables in emptied.items():
+            for table in tables:
+                self._tables[table].drop(part)
 
-    def _fail_replaced(self) -> None:
-        replaced = [name for name in self._peers if name not in self._parts.clients]
-        for name in replaced:
-            if name not in self._refusals:
-                self._fail(name, 0, f"client {name} was replaced by another trainer of its rank: end this one")
-        for name in replaced[:-_TOLD_REPLACED]:
-            self._peers.pop(name).outbox.finish()
-        known = self._peers.keys() | self._parts.clients.keys()
-        self._refusals = {name: text for name, text in self._refusals.items() if name in known}
+    def _fail(self, client: str, number: int, text: str) -> None:
+        """Refuse what a client has asked, and all that it will ask; nothing is expected for it any more."""
+        self._refusals[client] = text
+        self._empty(self._parts.give_up(client))
+        peer = self._peers.get(client)
+        if peer is not None:
+            peer.requests.clear()
+            peer.outbox.put(EmbeddingRefused(self._name, number, text))
+        if client not in self._parts.clients:  # it was replaced, or never let in
+            del self._refusals[client]
+            if peer is not None:
+                self._peers.pop(client).outbox.finish()
 
     # Answers
 
@@ -387,21 +366,19 @@ class EmbeddingServer:
             peer.outbox.put(message, frames)
 
     def _answer(self, said: Request) -> None:
-        """Answer a change, now made or before, when it is on the disk; or read the parts, if no thread reads them."""
-        name = self._options.name
-        message: EmbeddingMessage | None = None
+        """Answer a change, now made or before, when it is on the disk; or have the parts read, if nobody does."""
+        message: EmbeddingMessage
         if isinstance(said, WriteRows | DropParts):
-            message = WritesKept(name, said.number)
+            message = WritesKept(self._name, said.number)
         elif isinstance(said, MarkGeneration):
-            message = GenerationMarked(name, said.number)
-        elif isinstance(said, Expectation) and self._parts.is_complete(said):
-            message = PartsHeld(name, said.number, said.parts)
-        elif isinstance(said, AdoptParts | RestoreGeneration) and (said.client, said.number) not in self._loading:
-            self._loading.add((said.client, said.number))
-            parts = [part for part in said.parts if self._parts.expected.get(part) == said]
-            self._loader.load(said, parts, list(self._parts.clients[said.client].tables.values()))
-        if message is not None:
-            self._due.append((self._log.num_records, said.client, message))
+            message = GenerationMarked(self._name, said.number)
+        elif isinstance(said, Expectation) and not self._parts.awaits(said.client, said.number):
+            message = PartsHeld(self._name, said.number, said.parts)
+        else:
+            if isinstance(said, FromLog):
+                self._move(said, tuple(self._receiver.addresses), self._rows_in_log(said))
+            return
+        self._due.append((self._log.num_records, said.client, message))
 
     def _tell_kept(self) -> None:
         if self._due and self._due[0][0] <= self._log.num_synced:
@@ -412,75 +389,54 @@ class EmbeddingServer:
 
     # Parts that come
 
-    def _part_rows_came(self, said: PartRows, frames: Frames) -> None:
-        """Take rows of parts that are expected; others have come late, or again."""
+    def _parts_came(self, said: PartRows | PartsSent, frames: Frames) -> None:
+        """Take parts that are expected; others have come late, or again."""
         if said.client not in self._parts.clients or said.client in self._refusals:
             return
         try:
-            table = self._parts.table_of(said)
-            ids = ids_of(frames[0], table)
-            rows = rows_of_frame(frames[1], table, len(ids))
-            touched = parts_of(ids)
-            wanted = [part for part in touched if self._parts.expects(said, part)]
-            if not wanted:
-                return
-            if len(wanted) < len(touched):
-                chosen = np.isin(ids & (EMBEDDING_PARTS - 1), wanted)
-                ids, rows = ids[chosen], rows[chosen]
-            self._tables.check_room(table, ids)
-            self._append_and_apply(said, ids, rows)
-            reach("embedding.part_received")
+            if isinstance(said, PartRows):
+                self._take_rows(said, frames)
+            elif parts := [part for part in said.parts if self._parts.expects(said, part)]:
+                reach("embedding.before_held")
+                expected = {wanted.number: wanted for wanted in map(self._parts.expected.__getitem__, parts)}
+                self._append_and_apply(PartsSent(said.client, said.number, parts))
+                for wanted in expected.values():
+                    self._answer(wanted)
+                self._go_on_with(said.client)
         except (EmbeddingError, LookupError) as error:
             self._fail(said.client, said.number, str(error))
 
-    def _parts_came(self, said: PartsSent) -> None:
-        parts = [part for part in said.parts if self._parts.expects(said, part)]
-        if not parts or said.client in self._refusals:
+    def _take_rows(self, said: PartRows, frames: Frames) -> None:
+        table = self._parts.table_of(said)
+        ids = ids_of(frames[0], table)
+        rows = rows_of_frame(frames[1], table, len(ids))
+        touched = parts_of(ids)
+        wanted = [part for part in touched if self._parts.expects(said, part)]
+        if not wanted:
             return
-        reach("embedding.before_held")
-        expected = {wanted.number: wanted for wanted in map(self._parts.expected.__getitem__, parts)}
-        try:
-            self._append_and_apply(PartsSent(said.client, said.number, parts))
-        except EmbeddingError as error:
-            self._fail(said.client, said.number, str(error))
-            return
-        for wanted in expected.values():
-            self._answer(wanted)
-        self._go_on_with(said.client)
-
-    def _take_loaded(self) -> bool:
-        """Take what was read from logs; return whether there may be more."""
-        if (loaded := self._loader.take()) is None:
-            return False
-        said, rows = loaded
-        if not isinstance(rows, str):
-            table, ids, data = rows
-            self._part_rows_came(PartRows(said.client, said.number, table.name, -1), (ids.data, data.data))
-            return True
-        self._loading.discard((said.client, said.number))
-        if not rows:
-            self._parts_came(PartsSent(said.client, said.number, said.parts))
-        elif not self._parts.is_complete(said):
-            self._fail(said.client, said.number, rows)
-        return True
+        if len(wanted) < len(touched):
+            chosen = np.isin(ids & (EMBEDDING_PARTS - 1), wanted)
+            ids, rows = ids[chosen], rows[chosen]
+        self._tables.check_room(table, ids)
+        self._append_and_apply(said, ids, rows)
+        reach("embedding.part_received")
 
     # Parts that go
 
-    def _begin_move(self, said: SendParts) -> None:
+    def _move(self, said: SendParts | FromLog, to: tuple[str, ...], rows: Iterator[Piece]) -> None:
         key = said.client, said.number
         if (before := self._moves.get(key)) is not None:
-            if before.receivers == said.to and not before.is_over:
+            if before.receivers == to and not before.is_over:
                 return
             before.abandon()
-        pieces = self._rows_of(said.parts, said.number)
 
-        def send() -> Iterator[Piece]:
-            for piece in pieces:
+        def pieces() -> Iterator[Piece]:
+            for piece in rows:
                 yield piece
                 reach("embedding.part_sent")
             yield PartsSent(said.client, said.number, said.parts), ()
 
-        self._moves[key] = Outbox(self._service.batch_key, self._options.name, said.to, send())
+        self._moves[key] = Outbox(self._service.batch_key, self._name, to, pieces(), self._wake)
 
     def _rows_of(self, parts: Sequence[int], number: int) -> Iterator[tuple[PartRows, Frames]]:
         """Give the rows of parts, from another thread: some as they are now, and some as they will be."""
@@ -494,4 +450,19 @@ class EmbeddingServer:
             (PartRows(client, number, name, part), (ids.data, rows.data))
             for client, part, name, store in places
             for ids, rows in store.rows_of(part, _CHUNK_BYTES)
+        )
+
+    def _rows_in_log(self, said: FromLog) -> Iterator[tuple[PartRows, Frames]]:
+        """Give the rows of parts that lie in a log, from another thread."""
+        parts = [part for part in said.parts if self._parts.expected.get(part) == said]
+        tables = [*self._parts.clients[said.client].tables.values()]
+
+        def found() -> Iterator[Chunk]:
+            if isinstance(said, AdoptParts):
+                yield from parts_now(Path(said.log), said.client, parts, tables)
+            else:
+                yield from parts_of_generation(Path(said.log), said.name, parts, tables)
+
+        return (
+            (PartRows(said.client, said.number, table.name, -1), (ids.data, rows.data)) for table, ids, rows in found()
         )

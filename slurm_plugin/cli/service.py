@@ -220,6 +220,7 @@ def _words(args: argparse.Namespace, address_file: Path, cache_bytes: int, diges
 # `hetstream internal embedding-server`: keep rows of embedding tables for the trainers of a service.
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def add_embedding_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +261,7 @@ def run_embedding_server(args: argparse.Namespace) -> int:
     # First of all: a thread of a library that is there already would take what is held later.
     should_stop = stop_requests() if is_in_step() else _stopped_by_handlers()
     from hetstream.base.limits import take_all_descriptors
-    from hetstream.mpi_dataworkers.embedding.server import EmbeddingServer, ServerOptions
+    from hetstream.mpi_dataworkers.embedding.server import EmbeddingServer
     from hetstream.mpi_dataworkers.process.children import keep_apart
     from hetstream.mpi_dataworkers.process.interpreter import keep_freed_memory
     from hetstream.mpi_dataworkers.wire.address import parse_service, wait_for_address_file
@@ -268,14 +269,19 @@ def run_embedding_server(args: argparse.Namespace) -> int:
     memory_bytes, segment_bytes = _bytes_of("--memory", args.memory), _bytes_of("--segment", args.segment)
     if not args.directory:
         raise UsageError("--directory '': must name a path. Is a variable of the shell empty?")
-    options = ServerOptions(
-        args.name, Path(args.directory), memory_bytes, args.drain_s, args.generations, segment_bytes
-    )
+    if not _NAME.fullmatch(args.name):
+        raise UsageError(
+            f"--name {args.name!r}: 1 to 64 letters, digits, `.`, `_` and `-`, the first a letter or digit"
+        )
+    if not (memory_bytes and args.generations >= 1 and 0 <= args.drain_s < float("inf")):
+        raise UsageError("--memory and --generations: at least 1; --drain-s: seconds, at least 0")
     keep_apart(args.log)
     take_all_descriptors()
     keep_freed_memory()  # answers are as large as batches
     service = wait_for_address_file(parse_service(args.service), _ADDRESS_FILE_S)
-    EmbeddingServer(service, options).run(should_stop)
+    place = Path(args.directory)
+    server = EmbeddingServer(service, args.name, place, memory_bytes, args.drain_s, args.generations, segment_bytes)
+    server.run(should_stop)
     return 0
 
 

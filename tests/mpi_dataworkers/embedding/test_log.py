@@ -35,11 +35,11 @@ class Kept:
         self.parts, self.rows = Parts(), dict[int, bytes]()
         self.log = Log(folder, lambda: None, kept_generations, least_log_bytes)
         try:
-            for said, data in self.log.recover():
+            for said, at, data in self.log.recover():
                 if isinstance(said, Parts):
                     self.parts = said
                 else:
-                    self.parts.apply(said)
+                    self.parts.apply(said, at)
                 if isinstance(said, WriteRows | PartRows):
                     count = len(data) // 16
                     ids = np.frombuffer(data, np.int64, count).tolist()
@@ -49,8 +49,8 @@ class Kept:
             raise
 
     def change(self, said: OpenTables | WriteRows | MarkGeneration, frames: Sequence[bytes] = ()) -> None:
-        self.log.append(said, frames)
-        self.parts.apply(said)
+        is_mark = isinstance(said, MarkGeneration)
+        self.parts.apply(said, self.log.mark(said, self.parts) if is_mark else self.log.append(said, frames))
 
     def open(self) -> None:
         self.change(OpenTables(CLIENT, 0, (), [TABLE], ALL))

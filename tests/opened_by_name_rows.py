@@ -202,8 +202,11 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/master/memory.py": "Migration.begin",
         "hetjob/job/processes.py": "start_child",
         "hetjob/job/job.py": "_num_ready",
-        "hetjob/job/embedding_servers.py": "remove_registrations",
-        "mpi_dataworkers/embedding/background.py": "RegistrationFile._write RegistrationFile.remove",
+        "hetjob/job/embedding_servers.py": (
+            "EmbeddingServers.held _has _is_held*2 _why_needed*2 logs_left*2 read_ends remove_registrations "
+            "remove_unneeded"
+        ),
+        "mpi_dataworkers/embedding/background.py": "keep_registered register",
         "mpi_dataworkers/embedding/registration.py": "read_registrations",
         "mpi_dataworkers/dispatcher/events.py": "EventLog.__init__ _opened",
         "mpi_dataworkers/dispatcher/server.py": "Journal._open _write_summary remove_leftovers*2",
@@ -211,7 +214,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/wire/address.py": "read_address_file*2 remove_address_file write_address_file*2",
         "mpi_dataworkers/wire/pipeline_transfer.py": "_write*6 read_into*2 remove_all remove_unused*2",
         "slurm_plugin/cli/ckpt.py": "run_ckpt_writer*3",
-        "slurm_plugin/cli/job.py": "run_logs",
+        "slurm_plugin/cli/job.py": "run_clean run_logs",
         "slurm_plugin/cli/master.py": "_keep",
         "slurm_plugin/insight/proposals.py": "_directories",
     },

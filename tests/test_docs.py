@@ -373,7 +373,7 @@ def test_what_users_may_say_stays_little() -> None:
     """Before one more is added: can it be derived, or take the place of another?"""
     assert len(VERBS) <= 18
     options = [option for verb in VERBS for option in public_options(build_parser(verb))]
-    assert len([option for option in options if option not in ("--version", "--verbose")]) <= 160
+    assert len([option for option in options if option not in ("--version", "--verbose")]) <= 161
     text = (ROOT / "docs/reference.md").read_text()
     variables = text[text.index("## Environment variables") : text.index("The site's files")]
     assert len(re.findall(r"^\| `HETSTREAM_", variables, re.MULTILINE)) <= 17

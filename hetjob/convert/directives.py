@@ -259,7 +259,7 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "embedding-dir": DirectiveOption(
         "DIR",
         "each start of the job makes a folder there in which they keep what they were told, on a file system that the "
-        "job's hosts share; it stays, as checkpoints name it",
+        "job's hosts share; it stays if checkpoints name it",
         "`hetstream-embedding` where sbatch is called",
     ),
     "trainer-cpus": DirectiveOption(

@@ -1,22 +1,38 @@
-"""Embedding servers of a job: how they are started, and what is left of those that were killed.
+"""Embedding servers of a job: how they are started, what they say at their end, and which of their logs may go.
 
-Called by the job master and the local backend, which keep them alive.
+Called by the job master and the local backend, which keep them alive, and by `hetstream job --clean`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import logging
+import mmap
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from hetstream.base.files import Directory, make_private
+from hetstream.base.locks import hold_directory
+from hetstream.base.posix import fcntl
+from hetstream.base.text import count_words
+from hetstream.hetjob.job.ended_job import EMBEDDING_DIR as EMBEDDING_DIR
+from hetstream.hetjob.job.ended_job import JobLeft, look_at
 from hetstream.hetjob.job.job import JobEnvironment
 from hetstream.hetjob.job.processes import remove_tree
+from hetstream.mpi_dataworkers.embedding.background import ENDED
+from hetstream.mpi_dataworkers.embedding.history import generations_of
 from hetstream.mpi_dataworkers.embedding.registration import REGISTRY
+from hetstream.mpi_dataworkers.errors import EmbeddingError
 
-# Where their logs are, unless a user names another place: checkpoints name what is in it.
-EMBEDDING_DIR = "hetstream-embedding"
+_log = logging.getLogger(__name__)
+
 # Time in which a companion that leaves gives its parts away: 64 GB over a slow network.
 _DRAIN_S = 600.0
 
@@ -65,8 +81,144 @@ class EmbeddingServers:
         make_private(directory)
         return replace(self, directory=directory)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder of a run, and hold it, so that nobody takes the run for one that is over.
+
+        Raises:
+            OSError: as of `of_start`.
+        """
+        make_private(self.directory)
+        with Directory.open(self.directory) as directory:
+            lock = hold_directory(directory)
+            try:
+                yield
+            finally:
+                os.close(lock)
+
 
 def remove_registrations(folder: Path) -> None:
     """Remove what servers have left that were killed."""
     with contextlib.suppress(FileNotFoundError), Directory.open(folder) as outer:
         remove_tree(outer, REGISTRY)
+
+
+class ServerEnd(msgspec.Struct, frozen=True):
+    """What a server said last.
+
+    Attributes:
+        rows, bytes, limit_bytes, reads: see `Registration`.
+        generations: that its log has; None if it was killed, and may have had one more.
+    """
+
+    name: str
+    rows: int = 0
+    bytes: int = 0
+    limit_bytes: int = 0
+    reads: int = 0
+    generations: int | None = None
+
+
+def read_ends(folder: Path) -> list[ServerEnd]:
+    """Return what the servers of a service said last, by name.
+
+    Args:
+        folder: of the address file.
+    """
+    found: dict[str, ServerEnd] = {}
+    with contextlib.suppress(OSError), Directory.open(folder / REGISTRY) as directory:
+        for name in sorted(directory.names()):  # NAME.ended, and then NAME.json of one that was started again
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                if name.endswith((ENDED, ".json")):
+                    end = msgspec.json.decode(directory.read(name, 1 << 20), type=ServerEnd)
+                    found[end.name] = end if name.endswith(ENDED) else msgspec.structs.replace(end, generations=None)
+    return [found[name] for name in sorted(found, key=lambda name: (len(name), name))]
+
+
+def summary_of(ends: Sequence[ServerEnd]) -> dict[str, Any]:
+    """Return it for the summary of a job; nothing without servers."""
+    return {"embedding_servers": [msgspec.structs.asdict(end) for end in ends]} if ends else {}
+
+
+def remove_unneeded(directory: Path, ends: Sequence[ServerEnd]) -> None:
+    """Remove the logs of a start that has ended, if no server has a generation that a checkpoint could need."""
+    said = {f"server-{end.name}": end.generations for end in ends}
+    try:
+        with Directory.open(directory.parent) as outer:
+            with outer.enter(directory.name) as logs:
+                is_needed = any(said.get(name) != 0 for name in logs.names() if logs.has_directory(name))
+            if not is_needed:
+                remove_tree(outer, directory.name)
+    except OSError as error:
+        _log.warning("what embedding servers have kept stays: %s", error)
+
+
+# Which logs in `hetstream-embedding` are of no use any more.
+
+_START = re.compile(r"job-(\d+)(?:-restart-\d+)?|run-[\d-]+-[0-9a-f]{8}")
+
+
+def logs_left(place: Path, living: Collection[str], checkpoints: Sequence[Path]) -> list[JobLeft]:
+    """Return what starts of jobs have left in a place, each with why it has to stay; the oldest first.
+
+    Args:
+        place: `hetstream-embedding`, or another one, where there may be directories of such names by somebody else.
+        living: ids of the jobs that are not over.
+        checkpoints: directories with all checkpoints that are kept; without any, generations may be needed.
+    """
+    found = []
+    for path in place.glob("*-*"):
+        name = _START.fullmatch(path.name)
+        is_start = place.name == EMBEDDING_DIR or any(path.glob("server-*/lock"))
+        if name is not None and is_start and stat.S_ISDIR(path.lstat().st_mode):
+            left = look_at(path, name[1] or path.name, living)
+            found.append(left if left.why_kept else replace(left, why_kept=_why_needed(path, checkpoints)))
+    return sorted(found, key=lambda left: left.newest_s)
+
+
+def _why_needed(path: Path, checkpoints: Sequence[Path]) -> str:
+    """Why the logs of a start have to stay; "" if nobody can need them."""
+    servers = sorted(path.glob("server-*"))
+    if any(_is_held(folder) for folder in (path, *servers)):
+        return "it is in use"
+    try:
+        generations = {name for server in servers for name in generations_of(server)}
+    except EmbeddingError as error:
+        generations = {str(error)}
+    if not generations:
+        return ""
+    if not checkpoints:
+        count = count_words(len(generations), "generation")
+        return f"a checkpoint may need one of its {count}: say with --checkpoints where all are that you keep"
+    # Checkpoints name the log of a server.
+    needle = f"/{path.name}/server-".encode()
+    for directory in checkpoints:
+        for folder, _, names in os.walk(directory, onerror=_raise):
+            for file in (Path(folder, name) for name in names):
+                if _has(file, needle):
+                    return f"{file} needs it"
+    return ""
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _has(path: Path, needle: bytes) -> bool:
+    if not path.is_file() or not path.stat().st_size:  # or a link that leads nowhere
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(needle) >= 0
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a process holds a directory (`hold_directory`)."""
+    with contextlib.suppress(FileNotFoundError), Directory.open(folder) as directory:
+        lock = directory.open_file("lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.files import Directory
-from hetstream.base.text import count_words, user_name
+from hetstream.base.text import count_words, size_words, user_name
 from hetstream.hetjob.job.job import IN_SUBMIT_DIR
 from hetstream.hetjob.job.processes import remove_tree
 
@@ -28,6 +28,8 @@ from hetstream.hetjob.job.processes import remove_tree
 log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
+# Where logs of embedding servers are, unless a user names another place: checkpoints name what is in it.
+EMBEDDING_DIR = "hetstream-embedding"
 _MAX_SUMMARY_BYTES = 64 << 20
 # A trainer that waits for less of the time gains nothing that a user would notice.
 _WELL_BELOW = 0.05
@@ -115,6 +117,16 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         f"{count_words(len(loaders), 'loader')}, {steps} steps, {samples} samples, {made} made in the trainer, {waited}"
     )
     return f"{taken}{_moved(loaders, steps)}{_compared(loaders)}{_cached(loaders)}, {processes}"
+
+
+def servers_words(summary: Mapping[str, Any]) -> str:
+    """Return what embedding servers had at their end, to be put behind `summary_line`; empty without any."""
+    servers = summary.get("embedding_servers") or []
+    if not servers:
+        return ""
+    rows, num_bytes, reads = (sum(server.get(name, 0) for server in servers) for name in ("rows", "bytes", "reads"))
+    held = f"{rows:,} rows ({size_words(num_bytes)}), {reads:,} read"
+    return f", {count_words(len(servers), 'embedding server')} with {held}"
 
 
 def next_try(summary: Mapping[str, Any], data_workers: int, cpus: int) -> str:
@@ -279,11 +291,12 @@ def jobs_left(place: Path, living: Collection[str]) -> list[JobLeft]:
     for path in sorted(place.glob("job-*")):
         name = _NAME.fullmatch(path.name)
         if name is not None and stat.S_ISDIR(path.lstat().st_mode):
-            found.append(_look_at(path, name[1], living))
+            found.append(look_at(path, name[1], living))
     return sorted(found, key=lambda left: left.newest_s)
 
 
-def _look_at(path: Path, job_id: str, living: Collection[str]) -> JobLeft:
+def look_at(path: Path, job_id: str, living: Collection[str]) -> JobLeft:
+    """Return what is left in a directory of a job; for `living` see `jobs_left`."""
     status = path.lstat()
     if status.st_uid != os.geteuid():
         return JobLeft(path, job_id, status.st_mtime, 0, f"it is user {status.st_uid}'s")
@@ -302,7 +315,7 @@ def _files(path: Path) -> Iterator[os.stat_result]:
 
 
 def remove(left: JobLeft) -> None:
-    """Remove it, and `.hetstream` if nothing else is in it.
+    """Remove it, and the place where it was if nothing else is in that.
 
     Raises:
         UntrustedFile: something in it is another user's.
@@ -313,5 +326,5 @@ def remove(left: JobLeft) -> None:
         outer.check_own()
         remove_tree(outer, left.path.name)
         is_last = not outer.names()
-    if is_last and place.name == IN_SUBMIT_DIR:
+    if is_last and place.name in (IN_SUBMIT_DIR, EMBEDDING_DIR):
         place.rmdir()

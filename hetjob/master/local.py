@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,13 @@ from hetstream.base.process import with_job
 from hetstream.hetjob.elastic.controller import Controller, ControllerState, Stage
 from hetstream.hetjob.elastic.snapshot import Limits
 from hetstream.hetjob.errors import MasterError, ProgramNotFound
-from hetstream.hetjob.job.embedding_servers import EMBEDDING_DIR, EmbeddingServers
+from hetstream.hetjob.job.embedding_servers import (
+    EMBEDDING_DIR,
+    EmbeddingServers,
+    read_ends,
+    remove_unneeded,
+    summary_of,
+)
 from hetstream.hetjob.job.ended_job import read_summary
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child, temporary_directory
 from hetstream.hetjob.master.children import Service
@@ -188,8 +194,17 @@ def _run_with_service(
 ) -> LocalResult:
     make_private(directory)
     embedding = config.embedding_of_run() if config.embedding_servers else None
-    if embedding is not None:
-        make_private(embedding.directory)
+    with embedding.held() if embedding is not None else nullcontext():
+        return _run_beside(config, environ, hook_environment, directory, embedding)
+
+
+def _run_beside(
+    config: LocalConfig,
+    environ: Mapping[str, str],
+    hook_environment: Callable[[str | None, Mapping[str, str]], Mapping[str, str]],
+    directory: Path,
+    embedding: EmbeddingServers | None,
+) -> LocalResult:
     launcher = LocalLauncher(config, directory, embedding)
     state = MasterState(config.data_workers, config.most_data_workers > 0, config.embedding_servers)
     service = Service(state, launcher, directory / "address")
@@ -203,7 +218,10 @@ def _run_with_service(
     finally:
         service.finish("the program has ended")
         launcher.close()
-    return LocalResult(returncode, {**read_summary(directory / "dispatcher"), **launcher.summary()})
+        ends = read_ends(directory)
+        if embedding is not None:
+            remove_unneeded(embedding.directory, ends)
+    return LocalResult(returncode, {**read_summary(directory / "dispatcher"), **launcher.summary(), **summary_of(ends)})
 
 
 def not_ready(launcher: LocalLauncher) -> MasterError:

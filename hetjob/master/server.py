@@ -34,8 +34,14 @@ from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetstream.hetjob.elastic.step_terms import Measuring, UsualLength, Work, nothing_usual
 from hetstream.hetjob.errors import MasterError, SlurmCommandError
-from hetstream.hetjob.job.embedding_servers import EmbeddingServers, remove_registrations
-from hetstream.hetjob.job.ended_job import ended_of, read_summary, summary_line, write_summary
+from hetstream.hetjob.job.embedding_servers import (
+    EmbeddingServers,
+    read_ends,
+    remove_registrations,
+    remove_unneeded,
+    summary_of,
+)
+from hetstream.hetjob.job.ended_job import ended_of, read_summary, servers_words, summary_line, write_summary
 from hetstream.hetjob.job.job import JobEnvironment, await_ready, export_variables, why_no_directory
 from hetstream.hetjob.job.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.master.children import Service
@@ -411,7 +417,10 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
     """Keep the summary, the events and the logs; remove the rest: the address file and the journal hold keys."""
     work_dir = job.work_dir
     summary = read_summary(work_dir)
-    summary |= stages.summary(config.trainer_cpus)
+    ends = read_ends(job.directory)
+    summary |= stages.summary(config.trainer_cpus) | summary_of(ends)
+    if config.embedding is not None:
+        remove_unneeded(config.embedding.directory, ends)
     if summary:
         summary |= {"job_name": job.job_name, "submit_dir": os.path.realpath(job.submit_dir)}
         summary["ended_s"] = round(time.time(), 3)
@@ -419,7 +428,7 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
             summary["elapsed_s"] = round(time.time() - work.start_s, 3)
             summary["time_limit_s"] = round(work.end_s - work.start_s, 3)
         write_summary(job.directory, summary)
-    log.info("job=%s summary: %s", job.job_id, summary_line(summary))
+    log.info("job=%s summary: %s%s", job.job_id, summary_line(summary), servers_words(summary))
     ended = ended_of(summary, job.job_id, "", time.time())
     if ended and ended.advice:
         log.info("job=%s %s: next time --trainer-cpus=%d", job.job_id, ended.advice, ended.needed_cpus)

@@ -24,12 +24,14 @@ from hetstream.base.text import duration, duration_words, percent, printable, si
 from hetstream.hetjob.elastic.step_terms import StepTerm
 from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
 from hetstream.hetjob.job.ended_job import (
+    EMBEDDING_DIR,
     SUMMARY_FILE,
     JobLeft,
     ended_of,
     jobs_left,
     load_summary,
     remove,
+    servers_words,
     summary_line,
 )
 from hetstream.hetjob.job.find_service import JOB_ID, find_address_file, find_directory
@@ -139,11 +141,22 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     logs.add_argument("--path", action="store_true", help="only where they are")
     clean = parser.add_argument_group("what old jobs have left")
     clean.add_argument(
-        "--clean", action="store_true", help="list directories of old jobs in the .hetstream of DIRs (default: here)"
+        "--clean",
+        action="store_true",
+        help="list what old jobs have left in DIRs (default: here): their directories in "
+        f".hetstream, and rows of embedding tables in {EMBEDDING_DIR}",
     )
     clean.add_argument("--remove", action="store_true", help="remove them")
     clean.add_argument("--older-than", default="14d", metavar="AGE", help="how old, as 12h, 30d or 8w (default 14d)")
     clean.add_argument("--jobs-dir", metavar="DIR", help=f"a place of jobs' directories, too (default: ${JOBS_DIR})")
+    clean.add_argument(
+        "--checkpoints",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="all checkpoints that you keep are in there: rows of embedding tables go that none of them names",
+    )
     parser.set_defaults(run=run, fresh=False)
 
 
@@ -468,14 +481,22 @@ def _server_rows(directory: Path, before: dict[str, Registration]) -> list[Row]:
 _BETWEEN_LOOKS_S, _SILENT_S = 1.5, 30.0
 # So full, one more would be needed.
 _FULL = 0.8
-_SERVER_COLUMNS = (
-    Column("server", "EMBEDDING SERVER", left=True),
-    Column("state", "STATE", left=True, mark=lambda row: "" if row["state"] == "serving" else YELLOW),
+_HELD_COLUMNS = (
     Column("rows", "ROWS", lambda value: f"{value:,}"),
     Column("bytes", "BYTES", size_words),
     Column("limit_bytes", "OF", size_words, priority=1),
     Column("share", "FULL", percent, mark=lambda row: YELLOW if (row["share"] or 0.0) >= _FULL else ""),
+)
+_SERVER_COLUMNS = (
+    Column("server", "EMBEDDING SERVER", left=True),
+    Column("state", "STATE", left=True, mark=lambda row: "" if row["state"] == "serving" else YELLOW),
+    *_HELD_COLUMNS,
     Column("reads_per_s", "ROWS READ/S", rate_words),
+)
+_ENDED_SERVER_COLUMNS = (
+    Column("server", "EMBEDDING SERVER", left=True),
+    *_HELD_COLUMNS,
+    Column("reads", "ROWS READ", lambda value: f"{value:,}"),
 )
 
 
@@ -627,11 +648,13 @@ def _read(directory: Path) -> dict[str, Any]:
 def _of_record(summary: Mapping[str, Any], directory: Path) -> list[Report]:
     """What a job did that has ended: one line, its loaders, and what changed."""
     name = summary.get("job_name")
-    head = f"{directory.name}{f' ({name})' if name else ''} has ended: {summary_line(summary)}"
+    head = f"{directory.name}{f' ({name})' if name else ''} has ended: {summary_line(summary)}{servers_words(summary)}"
     loaders = sorted(summary.get("loaders", []), key=lambda loader: (loader["pid"], loader["ordinal"]))
     has_cache = any(loader.get("cache_hits") or loader.get("cache_misses") for loader in loaders)
     columns = [column for column in _LOADER_COLUMNS if has_cache or column.key != "cached"]
     tables = [Section("loaders", columns, [*map(_loader_row, loaders)])] if loaders else []
+    if servers := summary.get("embedding_servers"):
+        tables.append(Section("embedding_servers", _ENDED_SERVER_COLUMNS, [*map(_ended_server_row, servers)]))
     lines: list[str] = []
     elastic = summary.get("elastic") or {}
     for name, whose in (
@@ -674,6 +697,12 @@ def _loader_row(loader: Mapping[str, Any]) -> Row:
     }  # fmt: skip
 
 
+def _ended_server_row(server: Mapping[str, Any]) -> Row:
+    limit = server.get("limit_bytes")
+    row: Row = {name: int(server[name]) for name in ("rows", "bytes", "reads", "limit_bytes")}
+    return {"server": str(server["name"]), **row, "share": server["bytes"] / limit if limit else None}
+
+
 def _cached(loader: Mapping[str, Any]) -> str:
     """Which share of the fronts of its samples a prefix cache had."""
     hits, misses = loader.get("cache_hits", 0), loader.get("cache_misses", 0)
@@ -687,9 +716,11 @@ _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 def run_clean(args: argparse.Namespace) -> int:
     """Say what is old, and remove it if that was asked for."""
+    from hetstream.hetjob.job.embedding_servers import logs_left
+
     limit_s = _seconds(args.older_than)
     directories = [*map(Path, args.words)]
-    if missing := [path for path in directories if not path.is_dir()]:
+    if missing := [path for path in (*directories, *args.checkpoints) if not path.is_dir()]:
         raise UsageError(f"{missing[0]} is no directory")
     # All of it holds jobs of this user; a directory of another name may hold a `job-7` that is none of ours.
     pattern = args.jobs_dir or (None if directories else setting(JOBS_DIR, os.environ))
@@ -697,11 +728,18 @@ def run_clean(args: argparse.Namespace) -> int:
         raise UsageError(f"--jobs-dir {pattern!r}: must be {RULE}")
     named = [path / IN_SUBMIT_DIR for path in directories]
     found = [*named, *([for_user(pattern)] if pattern else [])] if named else places([Path.cwd()], pattern)
-    living = CommandSlurm().living_jobs()
+    # `--embedding-dir` may have named another place: a user names it here.
+    tables = [place for path in directories or [Path.cwd()] for place in (path / EMBEDDING_DIR, path)]
+    # Without a job's directory, as where only `hetstream run` was used, there need be no Slurm.
+    has_jobs = any(path for place in (*found, *tables) for path in place.glob("job-*"))
+    living = CommandSlurm().living_jobs() if has_jobs else {}
     now = time.time()
     rows: list[dict[str, object]] = []
     failed = False
-    for left in (job for place in found for job in jobs_left(place, living)):
+    for left in (
+        *(job for place in found for job in jobs_left(place, living)),
+        *(logs for place in tables for logs in logs_left(place, living, args.checkpoints)),
+    ):
         reason = left.why_kept or ("" if now - left.newest_s >= limit_s else f"younger than {args.older_than}")
         done = "kept" if reason else "removed" if args.remove else "would be removed"
         if args.remove and not reason:

@@ -15,7 +15,7 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert.spec import AUTO
 from hetstream.hetjob.job.embedding_servers import EMBEDDING_DIR
-from hetstream.hetjob.job.ended_job import next_try, summary_line
+from hetstream.hetjob.job.ended_job import next_try, servers_words, summary_line
 from hetstream.hetjob.master.local import LocalConfig, run_local
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.process.config import OFFLOADS, checked_cache
@@ -92,7 +92,7 @@ def _add_embedding_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that hold the rows of embedding tables in memory, all together in half of what this host has "
         "available (default none; with some and no --data-workers there are no data workers); what they are told stays "
-        f"in {EMBEDDING_DIR}, since checkpoints name it",
+        f"in {EMBEDDING_DIR} if checkpoints name it",
     )
 
 
@@ -140,10 +140,12 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger("hetstream").setLevel(logging.WARNING)  # the terminal belongs to the program
     result = run_local(config, os.environ, hook_environment)
     if config.data_workers or config.most_data_workers:
-        print(f"hetstream: {summary_line(result.summary)}", file=sys.stderr)
+        print(f"hetstream: {summary_line(result.summary)}{servers_words(result.summary)}", file=sys.stderr)
         advice = next_try(result.summary, config.data_workers, len(os.sched_getaffinity(0)))
         if advice:
             print(f"hetstream: {advice}", file=sys.stderr)
+    elif config.embedding_servers:
+        print(f"hetstream: {servers_words(result.summary).removeprefix(', ')}", file=sys.stderr)
     if args.json:
         report = {"meta": {"version": 1}, "returncode": result.returncode, **result.summary}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

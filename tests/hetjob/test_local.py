@@ -83,7 +83,7 @@ def test_embedding_servers_live_as_long_as_the_program_and_their_folder_stays(
     assert run_local(config, os.environ, hook).returncode == 0
     (run,) = (tmp_path / "hetstream-embedding").iterdir()
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
-    assert sorted(path.name for path in run.iterdir()) == ["server-0", "server-1"]
+    assert sorted(path.name for path in run.iterdir()) == ["lock", "server-0", "server-1"]
     seen = json.loads((tmp_path / "seen").read_text())
     assert seen["log"] == str(run / "server-1")
     assert 0 < seen["limit_bytes"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
@@ -91,8 +91,10 @@ def test_embedding_servers_live_as_long_as_the_program_and_their_folder_stays(
     pids = [int(line) for path in run.glob("*/starts") for line in path.read_text().split()]
     assert len(pids) == 3
     wait_until(lambda: not any(map(is_alive, pids)), what="the end of the servers")
-    run_local(LocalConfig(STAND_IN, ("true",), 0, embedding_servers=1), os.environ, hook)
+    text = 'until [ -e "$(dirname "${SERVICE#file:}")/embedding-servers/0.json" ]; do sleep 0.02; done'
+    again = run_local(LocalConfig(STAND_IN, ("sh", "-c", text), 0, embedding_servers=1), os.environ, hook)
     assert len(list((tmp_path / "hetstream-embedding").iterdir())) == 2, "the next run has a folder of its own"
+    assert [server["name"] for server in again.summary["embedding_servers"]] == ["0"]
 
 
 def test_unusable_programs_and_counts() -> None:

@@ -13,8 +13,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hetstream.hetjob.job.ended_job import load_own_summary
+from hetstream.hetjob.job.ended_job import EMBEDDING_DIR, load_own_summary
 from hetstream.hetjob.job.find_service import JobPlace, job_directory
+from hetstream.mpi_dataworkers.embedding.log import Log
+from hetstream.mpi_dataworkers.embedding.parts import Parts
+from hetstream.mpi_dataworkers.wire.messages import EMBEDDING_PARTS, EmbeddingTable, MarkGeneration, OpenTables
 from hetstream.slurm_plugin.client.accounting import job_place, parse_place
 from tests.base.users import STRANGER, needs_root, run_as
 
@@ -221,6 +224,58 @@ with mock.patch("{reader}", return_value={{"6": "RUNNING"}}):
     assert other.exists(), "not a job's"
     assert site.job.exists()
     assert site.run("job", "--clean", "--older-than", "soon", returncode=2).stderr.count("such as 30d") == 1
+
+
+def test_rows_of_tables_go_that_no_checkpoint_can_need(site: Site) -> None:
+    """Logs of embedding servers: of a start without a generation, and of one that no checkpoint names."""
+    place = site.place / EMBEDDING_DIR
+    table, all_parts = EmbeddingTable("t", 10, 8), [*range(EMBEDDING_PARTS)]
+
+    def make(start: str, generation: str = "") -> Log:
+        log = Log(place / start / "server-0", lambda: None)
+        parts = next(said for said, _, _ in log.recover() if isinstance(said, Parts))
+        opening = OpenTables("c" * 32, 0, (), [table], all_parts)
+        parts.apply(opening, log.append(opening))
+        if generation:
+            log.mark(MarkGeneration("c" * 32, 1, generation, 1, [str(place / start / "server-0")]), parts)
+        return log
+
+    run = "run-2026-01-01-120000-0123abcd"
+    for start, generation in ((run, ""), ("job-7", ""), ("job-8", "g"), ("job-80-restart-1", "g"), ("job-9", "")):
+        make(start, generation).close()
+    in_use = make("run-2026-01-01-120000-00000000")
+    (place / "notes-1").mkdir()
+    reader = "hetstream.slurm_plugin.client.read.CommandReader.living_jobs"
+    words = [sys.executable, "-c", f"""
+import sys
+from unittest import mock
+from hetstream.slurm_plugin.cli import main
+with mock.patch("{reader}", return_value={{"9": "RUNNING"}}):
+    sys.exit(main(sys.argv[1:]))
+""", "job", "--clean", "--json", "--older-than", "0h"]  # fmt: skip
+
+    def clean(*more: str) -> dict[str, tuple[str, str]]:
+        done = subprocess.run([*words, *more], capture_output=True, text=True, check=True, cwd=site.place)
+        rows = json.loads(done.stdout)["directories"]
+        return {Path(row["directory"]).name: (row["done"], row["reason"]) for row in rows}
+
+    may_be_needed = "a checkpoint may need one of its 1 generation: say with --checkpoints where all are that you keep"
+    kept = {
+        "job-8": ("kept", may_be_needed), "job-80-restart-1": ("kept", may_be_needed),
+        "job-9": ("kept", "its job is not over"), "run-2026-01-01-120000-00000000": ("kept", "it is in use"),
+    }  # fmt: skip
+    assert clean("--remove") == {run: ("removed", ""), "job-7": ("removed", ""), **kept}
+    assert clean() == kept
+    saved = site.place / "saved" / "step-1" / "rank"
+    saved.parent.mkdir(parents=True)
+    saved.write_text(f'{{"generation": "g", "log": "{place}/job-8/server-0"}}')
+    (saved.parent / "latest").symlink_to("nowhere")
+    found = clean("--checkpoints", str(site.place / "saved"), "--remove")
+    assert found == kept | {"job-8": ("kept", f"{saved} needs it"), "job-80-restart-1": ("removed", "")}
+    in_use.close()
+    saved.unlink()
+    clean("--checkpoints", str(site.place / "saved"), "--remove")
+    assert {path.name for path in place.iterdir()} == {"job-9", "notes-1"}
 
 
 def test_nothing_is_removed_while_slurm_does_not_answer(site: Site) -> None:

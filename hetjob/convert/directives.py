@@ -210,7 +210,8 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "cache": DirectiveOption(
         "PLACE",
         "the deterministic front of each sample (read, decode, resize) is kept for later epochs and other jobs of the "
-        "user: `memory:8G` on each node, or a directory on its own disk, `/local/cache:50G`",
+        "user: `memory:8G` on each node, or a directory on its own disk, `/local/cache:50G`; `off` wins over the "
+        "environment",
         "nowhere",
     ),
     "stream-in-process-loaders": DirectiveOption(

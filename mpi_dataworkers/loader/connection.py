@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.loader.live_objects import ask_apart, left_out, u
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
 from hetstream.mpi_dataworkers.loader.process_connection import service_at
 from hetstream.mpi_dataworkers.loader.session import Delivered
-from hetstream.mpi_dataworkers.loader.shards import Order, PassShards, TakenStep
+from hetstream.mpi_dataworkers.loader.shards import Order
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics, SkippedSamples
 from hetstream.mpi_dataworkers.ops.cache_store import leave_no_memory
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
@@ -386,7 +386,6 @@ class SharedStream:
 
 # For processes that are to end. One at a step that others wait for ends after it.
 _END_S = 15.0
-MakesAgain = Callable[[], Any]
 OnExtra = Callable[[int, Any, Sequence[torch.Tensor]], Any]
 _open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
 
@@ -461,8 +460,6 @@ class LoaderConnection:
         self.on_extra: OnExtra | None = None
         self.at_close: list[Callable[[], None]] = []
         self.has_features = False
-        # Of the pass that delivered last. Weakly: a pass that ends early must end its processes then.
-        self._again: weakref.WeakMethod[Callable[[], MakesAgain | None]] | None = None
         self.closed = False
         if self._service is not None:
             announce(self._service)
@@ -560,24 +557,17 @@ class LoaderConnection:
         if self.canary is not None:
             self.canary.forget_witness()
 
-    def deliver(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] | None = None) -> Any:
+    def deliver(self, step: int, batch: Any) -> Any:
         """What the program gets of a batch: without the `extra` of a `StagedBatch`, and changed by `on_extra`.
 
         Args:
             step: its number in the pass.
             batch: as it was made.
-            again: a bound method; what `last_again` calls.
         """
-        self._again = None if again is None else weakref.WeakMethod(again)
         extra: Sequence[torch.Tensor] = ()
         if type(batch) is StagedBatch:
             batch, extra = batch.batch, batch.extra
         return batch if self.on_extra is None else self.on_extra(step, batch, extra)
-
-    def last_again(self) -> MakesAgain | None:
-        """What makes the last step once more, if that can be; to be asked before the next step is taken."""
-        again = self._again() if self._again is not None else None
-        return None if again is None else again()
 
     def sent_pipeline(self) -> SentPipeline:
         """The pipeline as it is now, for data workers; see `SentPipelines.now`.
@@ -591,7 +581,7 @@ class LoaderConnection:
         assert self.sent_pipelines is not None
         return self.sent_pipelines.now(self.pipeline)
 
-    def make_locally(self, sent: SentPipeline, order: Order | TakenStep, step: int, seeds: PassSeeds) -> Delivered:
+    def make_locally(self, sent: SentPipeline, order: Order, step: int, seeds: PassSeeds) -> Delivered:
         """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
         and place are untouched."""
         indices = order.indices(step)
@@ -630,18 +620,6 @@ class LoaderConnection:
                 return make_step(pipeline, indices, their_seeds, policy, form, watched), b""
 
         return StepsApart(make)
-
-    def makes_again(self, sent: SentPipeline, shards: PassShards) -> MakesAgain | None:
-        """What makes the batch of a pass's last step that was taken once more, in this process.
-
-        Returns:
-            A function that gives the batch; None where no one number says what a step is.
-        """
-        step, seeds = shards.position - 1, shards.seeds
-        if shards.order is None or shards.at_most_once or not shards.in_order or self.shared is not None:
-            return None
-        order = shards.order.taken(step)
-        return None if order is None else lambda: self.make_locally(sent, order, step, seeds).payload
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
         """Count and report what the training loop does not get of a step.

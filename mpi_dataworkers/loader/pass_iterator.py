@@ -73,9 +73,6 @@ class StepSource(Protocol):
     def advance(self) -> None:
         """Move past the step that `take` has given. To do so once more, also after a part of it, changes nothing."""
 
-    def again(self) -> Callable[[], Any] | None:
-        """What makes the batch of the last step that was taken once more, in this process; None where it cannot be."""
-
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard that is being read, as plain values; None where the number of steps says all."""
 
@@ -188,7 +185,7 @@ class PassIterator(Iterator[Any]):
             self._connection.count_cache(step.cache)
         if not step.num_samples:
             return []
-        batch = self._connection.deliver(number, step.payload, self._source.again)
+        batch = self._connection.deliver(number, step.payload)
         self._count(step, self._waited_s)
         self._waited_s = 0.0
         return [batch]
@@ -321,12 +318,6 @@ class LocalSource:
             self.shards.took(*self._taken)
             self._given = []
             self._taken = None
-
-    def again(self) -> Callable[[], Any] | None:
-        """What makes the batch of the last step that was taken once more; see `StepSource`."""
-        sent_pipelines = self._connection.sent_pipelines
-        sent = sent_pipelines.last if sent_pipelines is not None else None
-        return self._connection.makes_again(sent, self.shards) if sent is not None else None
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard; see `StepSource`."""

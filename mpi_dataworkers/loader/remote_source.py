@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -479,10 +478,6 @@ class RemoteSource:
             return LocalFailure(failure if isinstance(failure, Exception) else error)
         except others() as error:  # user code may raise anything; raised in the step's place
             return LocalFailure(error)
-
-    def again(self) -> Callable[[], Any] | None:
-        """What makes the batch of the last step that was taken once more; see `StepSource`."""
-        return self._connection.makes_again(self._sent, self.shards)
 
     def _read_here(self, steps: ShardOrder, step: int) -> Delivered | None:
         """Read a step of an IterableDataset's shard in this process."""

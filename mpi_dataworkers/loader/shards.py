@@ -108,30 +108,6 @@ class PlannedSteps:
     def forget(self, step: int) -> None:
         """Nothing is kept."""
 
-    def taken(self, step: int) -> PlannedSteps:  # noqa: ARG002, see ListedSteps
-        """Says of a step that was taken what it said before."""
-        return self
-
-
-@dataclass(frozen=True)
-class TakenStep:
-    """A step of a listed order that the training loop has taken, so that it can be made once more."""
-
-    taken: Indices
-    taken_form: IndexForm
-
-    def indices(self, step: int) -> Indices:  # noqa: ARG002, see ListedSteps
-        """Its sample indices."""
-        return self.taken
-
-    def seeds(self, step: int, indices: Indices, seeds: PassSeeds) -> SampleSeeds:
-        """Seeds of its samples."""
-        return seeds.of_step(indices, step)
-
-    def form(self, step: int) -> IndexForm:  # noqa: ARG002, see ListedSteps
-        """In which form the sampler gave its indices."""
-        return self.taken_form
-
 
 class ListedSteps:
     """Steps as the program's own sampler gives them; drawn as they are needed.
@@ -156,7 +132,6 @@ class ListedSteps:
         self._forms: dict[int, IndexForm] = {}
         self._digests = {0: b""}  # of all that was drawn before a step
         self._next = 0
-        self._last: tuple[int, TakenStep] | None = None
 
     @property
     def num_known(self) -> int:
@@ -210,16 +185,10 @@ class ListedSteps:
         return self._forms[step]
 
     def forget(self, step: int) -> None:
-        """Drop a step that the training loop has taken, but for `taken`."""
-        if step in self._drawn:
-            self._last = step, TakenStep(self._drawn[step], self._forms[step])
-            self._drawn.pop(step)
+        """Drop a step that the training loop has taken."""
+        self._drawn.pop(step, None)
         self._forms.pop(step, None)
         self._digests.pop(step, None)
-
-    def taken(self, step: int) -> TakenStep | None:
-        """What is known of a step that was taken, if it is the last one."""
-        return self._last[1] if self._last is not None and self._last[0] == step else None
 
     def drawn(self, step: int) -> str:
         """Digest of the indices of all steps before this one, the training loop's next."""

@@ -50,9 +50,6 @@ class ScriptedSource:
         self.shards.has_more()  # draws the step
         self.shards.took(0, self.shards.position + 1)
 
-    def again(self) -> None:
-        """No step is made once more."""
-
     def shard_state(self) -> dict[str, Any] | None:
         return None
 

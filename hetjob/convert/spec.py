@@ -22,7 +22,6 @@ from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 from hetstream.hetjob.job.job import RULE, is_directory_pattern
 from hetstream.mpi_dataworkers.process.config import OFFLOADS, checked_cache
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
-from hetstream.mpi_dataworkers.wire.messages import EMBEDDING_PARTS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
 DEFAULT_GPU_DATA_WORKER_CPUS = 2  # one for the stage, one for receiving and sending batches
@@ -205,6 +204,8 @@ class JobSpec:
     def _problems_of_embedding_servers(self) -> list[str]:
         low, high = self.embedding_servers_min, self.embedding_servers_max
         if high:
+            from hetstream.mpi_dataworkers.wire.messages import EMBEDDING_PARTS  # few jobs need what it loads
+
             problems = [] if self.embedding_server_memory else [_EMBEDDING_RULE]
             if self.job_class == OPPORTUNISTIC:
                 problems.append(

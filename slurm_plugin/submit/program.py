@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hetstream.base.installed import install_command
 from hetstream.hetjob.errors import ProgramNotFound
-from hetstream.mpi_dataworkers.process.config import environment_of_python
-from hetstream.mpi_dataworkers.process.interpreter import PythonEnvironment
+
+if TYPE_CHECKING:
+    from hetstream.mpi_dataworkers.process.interpreter import PythonEnvironment
 
 # What comes before the import: else modules of the working directory would be found first.
 _START = "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
@@ -62,5 +63,7 @@ def become(wanted: PythonEnvironment, arguments: Sequence[str]) -> NoReturn:
     Raises:
         OSError: it could not be started.
     """
+    from hetstream.mpi_dataworkers.process.config import environment_of_python  # an sbatch needs none of it
+
     argv = [*program_of([wanted.executable]), *arguments]
     os.execve(wanted.executable, argv, environment_of_python(wanted.without_strangers().variables))

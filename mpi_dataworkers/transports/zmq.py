@@ -408,8 +408,9 @@ class _ZmqControl:
                 os.eventfd_write(self._waker, 1)
 
     def _poll_sockets(self, timeout_s: float) -> set[Any]:
-        self._look_for_port()
-        timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
+        if self._next_look < math.inf:  # as there is no dispatcher
+            self._look_for_port()
+            timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
         ready = {source for source, _ in self._poller.poll(int(timeout_s * 1000))}
         if self._waker in ready:
             os.eventfd_read(self._waker)
@@ -508,7 +509,8 @@ class ZmqLoaderEndpoint(_ZmqControl):
         self._send(message, loader)
 
     def poll(self, timeout_s: float) -> tuple[list[ToLoader | Reconnected], list[ReceivedBatch | ProtocolError]]:
-        ready = self._poll_sockets(min([timeout_s, *(receiver.look_again_s for receiver in self._batch_receivers)]))
+        look_again_s = [receiver.look_again_s for receiver in self._batch_receivers]
+        ready = self._poll_sockets(min([timeout_s, *look_again_s]))
         messages: list[ToLoader | Reconnected] = []
         for message, loader in self._read_control(ready):
             if isinstance(message, Reconnected):
@@ -518,8 +520,8 @@ class ZmqLoaderEndpoint(_ZmqControl):
             else:
                 raise ProtocolError(f"the dispatcher did not read what was sent to it: {getattr(message, 'text', '')}")
         batches: list[ReceivedBatch | ProtocolError] = []
-        for receiver in self._batch_receivers:
-            if receiver.look_again_s < math.inf or any(source in ready for source in receiver.sources):
+        for receiver, again_s in zip(self._batch_receivers, look_again_s, strict=True):
+            if again_s < math.inf or not ready.isdisjoint(receiver.sources):
                 batches += receiver.receive()
         return messages, batches
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.order.sharding import EpochPlan, derive_seed, permute
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan, SampleSeeds, derive_seed, permute
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
@@ -115,3 +115,20 @@ def test_outside_the_plan_is_an_error() -> None:
 def test_derived_seeds_differ() -> None:
     seeds = {derive_seed(0, epoch, index) for epoch in range(20) for index in range(500)}
     assert len(seeds) == 20 * 500
+
+
+@given(
+    indices=st.lists(st.integers(0, 2**62), min_size=0, max_size=40),
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 1000),
+    step=st.none() | st.integers(0, 10**9),
+)
+def test_seeds_are_the_same_one_by_one_and_all_at_once(
+    indices: list[int], seed: int, epoch: int, step: int | None
+) -> None:
+    seeds = SampleSeeds(np.array(indices, dtype=np.int64), seed, epoch, step)
+    made = list(seeds)
+    assert made == [seeds[place] for place in range(len(indices))]
+    if step is None:
+        assert made == [derive_seed(seed, epoch, index) for index in indices]
+    assert {type(value) for value in made} <= {int}

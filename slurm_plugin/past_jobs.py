@@ -367,14 +367,6 @@ def smoothed(values: Sequence[float], smoothing: float = SMOOTHING) -> float:
     return found
 
 
-def accuracy(first: float, final: float) -> float:
-    """Return how near a first configuration came to the final one, from 0 to 1.
-
-    The paper gives 92 and 85 % without a formula; this is one minus the relative error, at least 0.
-    """
-    return max(0.0, 1 - abs(first - final) / final) if final > 0 else float(first == final)
-
-
 @dataclass(frozen=True)
 class Proposal:
     """What a new submission may ask for.

@@ -242,7 +242,7 @@ def _shares(job: Job, records: Sequence[str], is_whole: bool) -> tuple[NodeShare
     for names, ids, memory_mb, gres in groups:
         if len(ids) >= _CUT_IDS:
             return ()
-        shown += [(name, num_tasks(ids), int(memory_mb), gres) for name in _expanded(names)]
+        shown += [(name, num_tasks(ids), int(memory_mb), gres) for name in expanded(names)]
     # A user may have written a group into the job's name: it has a node twice, or one that is not the job's.
     if sorted(name for name, *_ in shown) != sorted(job.nodes):
         return ()
@@ -257,7 +257,8 @@ def _shares(job: Job, records: Sequence[str], is_whole: bool) -> tuple[NodeShare
         return ()
 
 
-def _expanded(names: str) -> tuple[str, ...]:
+def expanded(names: str) -> tuple[str, ...]:
+    """Return the names that a list of Slurm stands for; none where it is no list."""
     try:
         return expand(names)
     except ValueError:

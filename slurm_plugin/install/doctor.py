@@ -16,8 +16,8 @@ from pathlib import Path
 
 from hetstream.base.text import count_words
 from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.client.read import hides_nodes, release_of
-from hetstream.slurm_plugin.client.slurm_units import compress, expand
+from hetstream.slurm_plugin.client.read import expanded, hides_nodes, release_of
+from hetstream.slurm_plugin.client.slurm_units import compress
 from hetstream.slurm_plugin.install.units import RUN_DIR, SCRIPTS, SCRIPTS_VERSION, script_version
 from hetstream.slurm_plugin.packing.quota_packer import FIRST_THAT_EXEMPTS, exempt_priority
 
@@ -516,8 +516,8 @@ def _gres_conf(facts: Facts) -> Iterator[Finding]:
     for line in facts.gres_conf.splitlines():
         fields = dict(re.findall(r"(\w+)=(\S+)", line.split("#")[0]))
         row = {key.lower(): value for key, value in fields.items()}
-        for node in _expanded(row.get("nodename", "")) or ("",):
-            for file in _expanded(row.get("file", "")):
+        for node in expanded(row.get("nodename", "")) or ("",):
+            for file in expanded(row.get("file", "")):
                 seen[node, row.get("name", ""), file] += 1
     doubled = sorted({(name, file) for (_, name, file), count in seen.items() if count > 1})
     if doubled:
@@ -526,13 +526,6 @@ def _gres_conf(facts: Facts) -> Iterator[Finding]:
             Level.WARNING, "gres.conf", shown, "the same file twice for one GRES: slurmd of 26.05 refuses to start",
             "a symbolic link for the second slot",
         )  # fmt: skip
-
-
-def _expanded(text: str) -> tuple[str, ...]:
-    try:
-        return expand(text)
-    except ValueError:
-        return ()
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:

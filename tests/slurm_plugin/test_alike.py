@@ -32,7 +32,6 @@ from hetstream.slurm_plugin.past_jobs import (
     LEAST_LIKENESS,
     Features,
     PastJob,
-    accuracy,
     last_batch,
     likeness,
     most_alike,
@@ -74,11 +73,6 @@ def test_the_last_value_counts_half() -> None:
     assert smoothed([4.0, 8.0]) == 6.0
     with pytest.raises(ValueError, match="nothing to smooth"):
         smoothed([])
-
-
-def test_accuracy_is_one_less_the_relative_error() -> None:
-    assert [accuracy(first, 10) for first in (10, 9, 11, 30)] == [1.0, 0.9, 0.9, 0.0]
-    assert accuracy(0, 0) == 1.0
 
 
 def test_a_proposal_counts_data_workers_by_gpu() -> None:

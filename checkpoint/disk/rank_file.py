@@ -329,14 +329,11 @@ class _Writer:
             self._progress(self.position)
             reach("persist.writing")
             if not self._direct:
-                self._drop_behind(num_bytes)
-
-    def _drop_behind(self, num_bytes: int) -> None:
-        self._unsynced_bytes += num_bytes
-        if self._unsynced_bytes >= _SYNC_BYTES:
-            os.fdatasync(self._descriptor)
-            os.posix_fadvise(self._descriptor, 0, self.position, os.POSIX_FADV_DONTNEED)
-            self._unsynced_bytes = 0
+                self._unsynced_bytes += num_bytes
+                if self._unsynced_bytes >= _SYNC_BYTES:
+                    os.fdatasync(self._descriptor)
+                    os.posix_fadvise(self._descriptor, 0, self.position, os.POSIX_FADV_DONTNEED)
+                    self._unsynced_bytes = 0
 
     def _set_direct(self, on: bool) -> bool:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
@@ -497,7 +494,9 @@ def open_file(
         # The mapping is private: pages that are entered to be written to are copies.
         how = Populate.WRITE if copies else Populate.READ
         if compare == "nothing":
-            _populate(mapping)
+            # All pages enter this process's page tables: one call for many faults.
+            for at in range(0, len(mapping), CHUNK_BYTES):
+                populate(mapping, at, min(CHUNK_BYTES, len(mapping) - at), Populate.READ)
             damaged = []
         else:
             damaged = _damaged_chunks(descriptor, mapping, manifest, chunks, num_threads, progress, how)
@@ -551,12 +550,6 @@ def _open(directory: Directory, manifest: Manifest) -> tuple[int, int, os.stat_r
         os.close(descriptor)
         raise DamagedCheckpoint(f"{path} has {status.st_size} bytes, {manifest.num_bytes} were written")
     return descriptor, status.st_size, status
-
-
-def _populate(mapping: mmap.mmap) -> None:
-    """Enter all pages into this process's page tables: one call for many faults."""
-    for at in range(0, len(mapping), CHUNK_BYTES):
-        populate(mapping, at, min(CHUNK_BYTES, len(mapping) - at), Populate.READ)
 
 
 def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> list[int]:

@@ -559,7 +559,9 @@ class Store:
                 slot.unlock()
                 self._free(slot)
                 self._taken = None
-                if not isinstance(error, SharedMemoryFull) or not self._has_other(slot, payload_bytes, metadata_bytes):
+                if not isinstance(error, SharedMemoryFull) or not any(
+                    other.fits(payload_bytes, metadata_bytes) for other in self._not_newest() if other is not slot
+                ):
                     raise
                 self._give_up(slot, error)
             else:
@@ -604,9 +606,6 @@ class Store:
     def _not_newest(self) -> list[Slot]:
         newest = next(iter(self.held()), None)
         return [slot for slot in self._slots if newest is None or slot.path != newest.path]
-
-    def _has_other(self, slot: Slot, payload_bytes: int, metadata_bytes: int) -> bool:
-        return any(other.fits(payload_bytes, metadata_bytes) for other in self._not_newest() if other is not slot)
 
     def _give_up(self, slot: Slot, error: SharedMemoryFull) -> None:
         slot.is_given_up = True

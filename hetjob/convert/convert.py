@@ -191,7 +191,8 @@ def convert(
         if spec.data_workers_max:
             runs_in = _trainer_partition(options, cluster)
             overrides, changes = trainer_overrides(spec, script, options, runs_in, foreign, surroundings)
-        _check_sizes(spec, options, partition, cluster, name)
+        for asked in _asked(spec, options, partition):
+            _check_size(asked, cluster, name)
         components, added = cpu_components(spec, options, partition, cluster, foreign)
         changes += [*added, *gpu_stage_changes(spec)]
         longest_s = _longest_s(spec, options, partition, cluster, name)
@@ -371,13 +372,8 @@ def _asked(spec: JobSpec, options: SbatchOptions, partition: str) -> Iterator[_A
         yield _Asked("embedding server", own, *of_servers, spec.embedding_server_partition or partition)
 
 
-def _check_sizes(spec: JobSpec, options: SbatchOptions, partition: str, cluster: ClusterLimits, name: str) -> None:
-    """Refuse what no node, or not all nodes together, could hold; features are left to Slurm."""
-    for asked in _asked(spec, options, partition):
-        _check_size(asked, cluster, name)
-
-
 def _check_size(asked: _Asked, cluster: ClusterLimits, name: str) -> None:
+    """Refuse what no node, or not all nodes together, could hold; features are left to Slurm."""
     limits = cluster.limits_of(asked.partition)
     nodes = [node for limit in limits for node in limit.nodes]
     room = sum(node.holds(asked.cpus, asked.memory_mb or 0.0) for node in nodes)

@@ -266,7 +266,10 @@ class Stealing:
         out: list[Instruction] = []
         for peer in list(tables.free[0]):
             worker = tables.workers[peer]
-            if worker.tokens or any(self._has_steps_for(peer, session, now) for session in tables.sessions.values()):
+            if worker.tokens or any(
+                session.leasable() > 0 and self._placement.may_try(peer, session, now)
+                for session in tables.sessions.values()
+            ):
                 continue
             best = max(self._thefts(peer, now), key=lambda theft: theft.gain_s, default=None)
             if best is not None and best.gain_s >= STEAL_GAIN_S:
@@ -282,9 +285,6 @@ class Stealing:
                 out.append(Send(lease.worker, TrimLease(lease.token, best.cut)))
                 out.append(self._lifecycle.grant(peer, session, range(best.cut, stop), now))
         return out
-
-    def _has_steps_for(self, peer: str, session: Session, now: float) -> bool:
-        return session.leasable() > 0 and self._placement.may_try(peer, session, now)
 
     def _thefts(self, thief: str, now: float) -> Iterable[_Theft]:
         step_times_s = self._tables.workers[thief].step_s
@@ -563,13 +563,12 @@ class Leasing:
             while group is not None and session.leasable() > 0:
                 self.streams.follow(session, group)
                 holder = group.holder(session.position(session.next_step()))
-                if holder is None or not self._may_serve(self._tables.workers[holder], session, now):
+                if holder is None or (worker := self._tables.workers[holder]).draining:
+                    break
+                if not self.placement.can_make(worker, session, now):
                     break
                 out.append(self._grant(holder, session, MAX_LEASE_STEPS, now))
         return out
-
-    def _may_serve(self, worker: WorkerRecord, session: Session, now: float) -> bool:
-        return not worker.draining and self.placement.can_make(worker, session, now)
 
     def _neediest_session(self, peer: str, unleased: Sequence[Session], now: float) -> Session | None:
         """Of the sessions that have steps to lease, the one whose steps a data worker is to make first."""

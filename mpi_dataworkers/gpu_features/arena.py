@@ -473,7 +473,8 @@ class _Layout:
         self.table = table
         self._num_rows = num_rows
         self._pieces: list[tuple[int, torch.Tensor]] = []
-        self._header = np.zeros(_aligned_words(LAUNCHES_AT + 2 * num_launches), dtype=np.int64)
+        num_words = _aligned((LAUNCHES_AT + 2 * num_launches) * _WORD_BYTES) // _WORD_BYTES
+        self._header = np.zeros(num_words, dtype=np.int64)
         self._bytes = self._header.nbytes + self.table.nbytes
 
     def add_tiles(self, tiles: Words, num_tiles: Sequence[int]) -> None:
@@ -589,10 +590,6 @@ def _numpy(lengths: torch.Tensor | None) -> Words:
     assert lengths is not None
     found: Words = lengths.numpy()
     return found
-
-
-def _aligned_words(count: int) -> int:
-    return _aligned(count * _WORD_BYTES) // _WORD_BYTES
 
 
 def _aligned(num_bytes: int) -> int:

@@ -255,7 +255,8 @@ class ProcessConnection:
             reader = self._readers.get(header.session_id)
             if reader is not None:
                 concerned.add(reader)
-                self._pass_batches(reader, received.header, received)
+                if (loader := self._loaders.get(reader)) is not None:
+                    self._ending_on_error(reader, loader.batches_received, received.header, received)
         return concerned
 
     # A loader that is not there has left, and the dispatcher did not know yet. What a loader raises is its own end and
@@ -268,10 +269,6 @@ class ProcessConnection:
     def _pass_message(self, number: int, message: Message | Reconnected, now: float) -> None:
         if (loader := self._loaders.get(number)) is not None:
             self._ending_on_error(number, loader.message_received, message, now)
-
-    def _pass_batches(self, number: int, header: Delivery, received: ReceivedBatch) -> None:
-        if (loader := self._loaders.get(number)) is not None:
-            self._ending_on_error(number, loader.batches_received, header, received)
 
     def _attend(self, number: int, now: float) -> None:
         if (loader := self._loaders.get(number)) is not None:

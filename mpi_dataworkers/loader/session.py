@@ -294,12 +294,9 @@ class LoaderSession:
         if item is None:
             self.buffer.expect_no_more(step)
         elif self.put(step, item) and isinstance(item, Delivered):
-            self._place(item.shift)
-
-    def _place(self, shift: int) -> None:
-        """Take note of where a batch is in a shared stream; after the first one a session only moves on."""
-        self.shift = max(self.shift, shift) if self._is_placed else shift
-        self._is_placed = True
+            # Where the batch is in a shared stream; after the first one a session only moves on.
+            self.shift = max(self.shift, item.shift) if self._is_placed else item.shift
+            self._is_placed = True
 
     def end_at(self, num_steps: int) -> None:
         """Note how many steps the session turned out to have."""
@@ -402,7 +399,8 @@ class LoaderSession:
         """Whether the dispatcher is to be told how far the session is."""
         if progress == self._reported:
             return False
-        is_due = now - self._reported_at >= REPORT_S or self._num_unreported() >= self._quarter()
+        num_unreported = self.buffer.position - self._reported.position
+        is_due = now - self._reported_at >= REPORT_S or num_unreported >= self._quarter()
         return is_due or progress.window != self._reported.window
 
     def reaches_a_quarter(self) -> bool:
@@ -420,9 +418,6 @@ class LoaderSession:
     def has_reported(self, progress: Progress, now: float) -> None:
         """The dispatcher was told."""
         self._reported, self._reported_at = progress, now
-
-    def _num_unreported(self) -> int:
-        return self.buffer.position - self._reported.position
 
     def _quarter(self) -> int:
         return self._window.steps // 4 or 1

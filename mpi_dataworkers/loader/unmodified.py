@@ -155,10 +155,6 @@ def say_pinning_has_no_effect(loader: Any) -> None:
         warnings.warn("pin_memory=True has no effect: this process has no GPU", UserWarning, stacklevel=4)
 
 
-def _min_window(loader: Any) -> int:
-    return max(2, int(loader.prefetch_factor or 2) * int(loader.num_workers))
-
-
 def make_connection(
     loader: Any,
     options: ServiceOptions,
@@ -171,7 +167,8 @@ def make_connection(
     """The connection of a loader; `options.description` is what the loader says beside its pipeline's description."""
     pipeline = pipeline_of(loader, buckets, batch_stage, gpu_stage, begins=begins, cache_place=cache_place)
     described = replace(options, description=pipeline.description() | options.description)
-    return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))
+    min_window = max(2, int(loader.prefetch_factor or 2) * int(loader.num_workers))
+    return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, min_window)
 
 
 _log = logging.getLogger(__name__)

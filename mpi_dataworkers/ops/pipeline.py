@@ -582,12 +582,12 @@ class Pipeline:
         team: ThreadTeam | None,
     ) -> list[Any]:
         work = list(zip(makes, wanted, seeds, strict=True))
+        if team is None or not self.threads_help:
+            return [self._make_sample(*each, seeds_all, watched) for each in work]
 
         def make(place: int, thread: int) -> Any:
             return self._make_sample(*work[place], seeds_all, watched, thread)
 
-        if team is None or not self.threads_help:
-            return [make(place, 0) for place in range(len(work))]
         return team.map(make, len(work), watched.rest)
 
     def _together(

@@ -294,7 +294,8 @@ def enter_program(program: Program) -> None:
     """
     places = [_as_path(text) for text in (program.working_dir, *program.sys_path)]
     compiled = sys.pycache_prefix or ""  # code that Python has compiled is run from there
-    strange = {place: strange_here(place, _owners_in(program, place)) for place in (*places, compiled) if place}
+    owners = program.owners
+    strange = {place: strange_here(place, owners.get(_as_text(place), [])) for place in (*places, compiled) if place}
     if compiled and strange[compiled]:
         sys.pycache_prefix = None
     for place, why in strange.items():
@@ -310,10 +311,6 @@ def enter_program(program: Program) -> None:
         entries += own if entry == INSTALLATION else [entry] if not strange[entry] else []
     sys.path[:] = dict.fromkeys([*entries, *own])
     importlib.invalidate_caches()  # of what the program has written a moment ago
-
-
-def _owners_in(program: Program, path: str) -> list[int]:
-    return program.owners.get(_as_text(path), [])
 
 
 def changed_since(program: Program) -> list[str]:

@@ -287,7 +287,7 @@ class TorchsWorker:
                 yield
         finally:
             torch_worker._worker_info = before
-            self._states = _states_now(self._held)
+            self._states = random.getstate(), np.random.get_state(), torch.get_rng_state(), self._held.states()
 
 
 def follow_threads() -> None:
@@ -410,10 +410,6 @@ def pack_states(pipeline: Pipeline) -> bytes:
     """The states of those generators, as they are in the program; empty where there are none."""
     states = held_by(pipeline).states()
     return pack({"states": states}) if states else b""
-
-
-def _states_now(held: OwnGenerators) -> _States:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), held.states()
 
 
 def _restore(states: _States, held: OwnGenerators) -> None:

@@ -98,12 +98,9 @@ def unpack(tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
     for tensor in tensors[1:]:
         order = header[place + 1 : place + 1 + header[place]]
         place += 1 + len(order)
-        values.append(tensor if order == sorted(order) else tensor.permute(_inverse(order)))
+        inverse = [order.index(place) for place in range(len(order))]
+        values.append(tensor if order == sorted(order) else tensor.permute(inverse))
     return header[0], values
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(place) for place in range(len(order))]
 
 
 @dataclass(frozen=True)

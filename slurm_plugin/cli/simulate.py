@@ -127,23 +127,15 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="of each GPU, for --packing (default: no limit)",
     )
-    _add_queue(parser.add_argument_group("queue"))
-    _add_workers(parser.add_argument_group("data workers"))
+    parser.add_argument_group("queue").add_argument(
+        "--bf-interval", type=float, default=QueueOptions().interval_s, metavar="S", help="bf_interval (%(default)g s)"
+    )
+    parser.add_argument_group("data workers").add_argument(
+        "--data-worker-cpus", type=int, default=WorkerOptions().cpus, metavar="N", help="of one (%(default)d)"
+    )
     _add_rest(parser.add_argument_group("runs"))
     add_output_arguments(parser, csv=True)
     parser.set_defaults(run=run)
-
-
-def _add_queue(group: argparse._ArgumentGroup) -> None:
-    usual = QueueOptions()
-    group.add_argument(
-        "--bf-interval", type=float, default=usual.interval_s, metavar="S", help="bf_interval (%(default)g s)"
-    )
-
-
-def _add_workers(group: argparse._ArgumentGroup) -> None:
-    usual = WorkerOptions()
-    group.add_argument("--data-worker-cpus", type=int, default=usual.cpus, metavar="N", help="of one (%(default)d)")
 
 
 def _add_rest(group: argparse._ArgumentGroup) -> None:
@@ -215,9 +207,10 @@ def run(args: argparse.Namespace) -> int:
     bar.clear()
     notes = [*traces[0].notes, *cluster.notes, *_unknown_groups(base.caps, traces[0].workload), *_odd_jobs(compared)]
     meta = {"verb": "simulate", "source": args.trace, "form": traces[0].form, "seeds": args.seeds, "seed": args.seed}
+    error_row = None if error is None else {name: round(float(value), 6) for name, value in asdict(error).items()}
     summary = {
         "num_jobs": len(workloads[0]), "num_nodes": cluster.num_nodes, "gpus": cluster.num_gpus,
-        "cpus": cluster.num_cpus, "prices": as_plain(prices), "replay": None if error is None else _plain_error(error),
+        "cpus": cluster.num_cpus, "prices": as_plain(prices), "replay": error_row,
         "placement": base.placement,
     }  # fmt: skip
     sections = [
@@ -368,10 +361,6 @@ def _error_lines(error: ReplayError) -> list[str]:
         f"mean waiting {_hours(error.mean_wait_s)}, really {_hours(error.real_mean_wait_s)}; half of the starts are "
         f"within {_hours(error.median_start_s)}. What follows is no surer than this",
     ]
-
-
-def _plain_error(error: ReplayError) -> dict[str, float]:
-    return {name: round(float(value), 6) for name, value in asdict(error).items()}
 
 
 def _odd_jobs(compared: Sequence[Compared]) -> list[str]:

@@ -376,7 +376,9 @@ class GpuWatch:
         """Take a table, once a second."""
         paused: dict[tuple[str, str], tuple[float, int]] = {}
         for row in table.gpus:
-            self._used.setdefault(row.gpu, deque(maxlen=_WINDOW)).append(_used_share(row))
+            # The share of the last seconds in which a guaranteed job had something on the GPU, by its mini-batches.
+            share = 1.0 - (row.idle_share or 0.0) if row.is_reserved else 0.0
+            self._used.setdefault(row.gpu, deque(maxlen=_WINDOW)).append(share)
             for job, processes in _sharing(row).items():
                 made = sum(process.num_batches for process in processes)
                 key = row.gpu, job
@@ -430,11 +432,6 @@ def parse_numbers(text: str) -> dict[str, int]:
             raise UsageError(f"GPU {word!r}: its number or its name stands there twice")
         found[name] = int(number)
     return found
-
-
-def _used_share(row: GpuRow) -> float:
-    """The share of the last seconds in which a guaranteed job had something on a GPU, by its mini-batches."""
-    return 1.0 - (row.idle_share or 0.0) if row.is_reserved else 0.0
 
 
 def _guaranteed(row: GpuRow) -> list[ProcessRow]:

@@ -300,7 +300,12 @@ class _Engine:
                 end_s, row = running.next_end()
         self._free(now_s)
         for node, fails in self._failures.due(now_s):
-            self._fail(node) if fails else self._repair(node)
+            if fails:
+                self._fail(node)
+            else:
+                self._nodes.repair(node)
+                self._no_room.clear()
+                self._is_changed = self._is_due = True
         while self._next_job < len(self._submit_s) and self._submit_s[self._next_job] <= now_s:
             self._submit(self._next_job)
             self._next_job += 1
@@ -437,11 +442,6 @@ class _Engine:
         self._nodes.fail(node)
         self._no_room.clear()
         self._is_changed = True
-
-    def _repair(self, node: int) -> None:
-        self._nodes.repair(node)
-        self._no_room.clear()
-        self._is_changed = self._is_due = True
 
     # The queue
 

@@ -261,6 +261,8 @@ class EmbeddingServer:
                 self._tables.add(said.tables)
                 self._append_and_apply(said)
                 _log.info("rank %d has opened %d tables as client %s", said.rank, len(said.tables), said.client)
+            if said.parts and said.client not in self._refusals:
+                self._due.append((self._log.num_records, said.client, WritesKept(self._name, 0)))
         except EmbeddingError as error:
             self._fail(said.client, 0, str(error))
 

@@ -1022,8 +1022,8 @@ class OpenTables(Message, frozen=True):
 
     A client that the server has not met takes the place of those of its rank, and of whoever had the parts: they are
     empty then, and what the others ask is refused. One that it has met goes on: what it has opened stays, and tables
-    may be added, and parts as long as it has changed nothing. Then it repeats, in order and with their numbers, all
-    changes that it has not heard are kept.
+    may be added, and parts as long as it has changed nothing. `WritesKept` with number 0 answers where it names parts.
+    Then it repeats, in order and with their numbers, all changes that it has not heard are kept.
 
     Attributes:
         client: 32 hexadecimal digits, anew for each start of a trainer.

@@ -119,6 +119,22 @@ def test_servers_join_drain_and_are_lost(
     assert len(client._servers["s2"].parts) == 256
 
 
+def test_parts_move_to_a_server_that_joins_although_another_was_never_asked(
+    servers: Servers, server_of: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All load is on one server, which one more is to relieve."""
+    monkeypatch.setattr(client_module, "_JOIN_AFTER_S", 0.0)
+    servers(2)
+    bag = _bag()
+    client = connection._client
+    assert client is not None
+    hot = [part for part, name in client._holders.items() if name == "s0"]
+    bag(torch.tensor([hot])).sum().backward()
+    server_of("s2").start()
+    until(lambda: "s2" in client._servers and len(client._servers["s2"].parts) > 80, "s2 has parts")
+    assert len([part for part in hot if client._holders[part] == "s2"]) >= 40
+
+
 def test_a_lost_server_that_comes_back_gets_no_old_rows(
     servers: Servers, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

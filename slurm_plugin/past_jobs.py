@@ -4,7 +4,8 @@ Jobs are alike if they run the same; `_may_be_alike` says what that is. How much
 batch and user, as far as these are known of both. The configurations of the most similar ones are smoothed
 exponentially, so that the most similar one counts most; data workers are counted by GPU, as a job with twice the GPUs
 takes twice the batches. A larger batch takes longer for its gradients and its embeddings, and no longer for the update
-(DLRover-RM, 4.1). So a GPU then takes more samples a second: T_grad, T_emb and T_upd of the past job say how many.
+and to synchronise (DLRover-RM, 4.1). So a GPU then takes more samples a second: T_grad, T_emb and T_upd of the past job
+say how many, and T_sync, which a past job with one GPU tells by the difference.
 
 No single job decides, once there are three: of data workers, what is far from the median is replaced by it before they
 are smoothed (`without_outliers`), their size is the most frequent, and of memory and trainer CPUs, of which too few
@@ -418,15 +419,38 @@ def last_batch(new: Features, past: Sequence[PastJob]) -> int:
     return newest.features.batch if newest else 0
 
 
-def pace(new: Features, job: PastJob) -> float:
+def pace(new: Features, job: PastJob, alike: Sequence[PastJob] = ()) -> float:
     """Return samples a second of a GPU with the new job's batch, by those of a past job; 1 where one of them is not
     known.
+
+    Args:
+        new: the job that is to start.
+        job: the past one.
+        alike: others like it; they may tell what synchronising takes.
     """
     if not (new.batch and job.features.batch and job.gradient_s and job.update_s):
         return 1.0
     larger = new.batch / job.features.batch
-    grows_s = job.gradient_s + (job.embedding_s or 0.0)
-    return larger * (grows_s + job.update_s) / (grows_s * larger + job.update_s)
+    synchronising_s = _synchronising_s(job, alike)
+    grows_s = job.gradient_s - synchronising_s + (job.embedding_s or 0.0)
+    stays_s = job.update_s + synchronising_s
+    return larger * (grows_s + stays_s) / (grows_s * larger + stays_s)
+
+
+def _synchronising_s(job: PastJob, alike: Sequence[PastJob]) -> float:
+    """T_sync of a step: what several GPUs take longer for gradients than one with as many samples took. No job can tell
+    that of itself. 0 where none with one GPU is known: it is then among what grows.
+    """
+    if job.gradient_s is None or job.features.gpus < 2:
+        return 0.0
+    alone = [
+        other.gradient_s
+        for other in alike
+        if other.gradient_s is not None
+        and (other.features.gpus, other.features.batch) == (1, job.features.batch)
+        and (other.embedding_s is None) == (job.embedding_s is None)
+    ]
+    return max(0.0, job.gradient_s - median(alone)) if alone else 0.0
 
 
 def usual_data_workers(new: Features, alike: Sequence[PastJob], cpus: int | None = None) -> float:
@@ -440,7 +464,7 @@ def usual_data_workers(new: Features, alike: Sequence[PastJob], cpus: int | None
     gpus = new.gpus or alike[-1].features.gpus or 1
     if all(job.had_enough and not job.data_workers for job in alike):
         return 0.0
-    needed = [_needed_cpus(new, job) for job in alike]
+    needed = [_needed_cpus(new, job, alike) for job in alike]
     enough = [need for need, job in zip(needed, alike, strict=True) if job.had_enough]
     # Who had too few says "at least", which is no reason to expect less than others needed.
     floor = median(enough) if enough else 0.0
@@ -448,7 +472,7 @@ def usual_data_workers(new: Features, alike: Sequence[PastJob], cpus: int | None
     return smoothed(without_outliers(needed)) * gpus / (cpus or alike[-1].data_worker_cpus) + 0.5
 
 
-def _needed_cpus(new: Features, job: PastJob) -> float:
+def _needed_cpus(new: Features, job: PastJob, alike: Sequence[PastJob]) -> float:
     """CPUs of data workers that a GPU of the new job needs by one past job; by a job that waited, at least.
 
     A job that had three in the end and did not wait needed more than two: the half between counts, and is added again
@@ -460,7 +484,7 @@ def _needed_cpus(new: Features, job: PastJob) -> float:
     else:
         number = max(1, job.data_workers) / (1 - min(job.wait_share, _MOST_WAIT_SHARE))
         number = max(number, (job.most_data_workers or 0) / _HEADROOM)
-    return pace(new, job) * number * job.data_worker_cpus / max(1, job.features.gpus)
+    return pace(new, job, alike) * number * job.data_worker_cpus / max(1, job.features.gpus)
 
 
 def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
@@ -511,7 +535,7 @@ def _reason(new: Features, alike: Sequence[PastJob]) -> str:
     if num_starved := sum(not job.had_enough for job in alike):
         which = "which" if len(alike) == 1 else f"{num_starved} of the {len(alike)} waited so much that what they had"
         reason += f": {which} was not enough"
-    if round(faster := pace(new, last), 2) != 1:
+    if round(faster := pace(new, last, alike), 2) != 1:
         batches = f"in batches of {new.batch} as of {last.features.batch}"
         reason += f"; a GPU takes {faster:.3g} times as many samples {batches}"
     return reason

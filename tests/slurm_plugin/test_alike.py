@@ -118,6 +118,22 @@ def test_a_larger_batch_needs_more_data_workers_by_what_updating_takes() -> None
     assert "times as many" not in same.reason
 
 
+def test_a_past_job_on_one_gpu_tells_what_synchronising_takes() -> None:
+    def job(gpus: int, batch: int, gradient_s: float, embedding_s: float | None = None) -> PastJob:
+        features = Features("train", gpus, "u", batch=batch)
+        return PastJob("1", 1.0, features, 8, 4, None, 9.0, 0.0, None, None, gradient_s, 0.010, embedding_s)
+
+    new, several = Features("train", 4, "u", batch=128), job(4, 64, 0.030)
+    # Of 30 ms 10 are for synchronising: 128 samples take 40 + 10 + 10 ms, and not 70.
+    assert pace(new, several, [job(1, 64, 0.020), several]) == pytest.approx(2 * 40 / 60)
+    as_before = pytest.approx(2 * 40 / 70)
+    assert pace(new, several, [job(1, 32, 0.010), job(1, 64, 0.025, 0.005), several]) == as_before
+    assert pace(new, several, [job(1, 64, 0.040)]) == as_before, "that one was slower"
+    proposal = propose(new, [job(1, 64, 0.020), several])
+    assert proposal is not None
+    assert "a GPU takes 1.33 times as many samples" in proposal.reason
+
+
 def test_a_script_is_taken_to_have_the_batch_that_it_had_last() -> None:
     parts = {"gradient_s": 0.030, "update_s": 0.010}
     jobs = tuple(

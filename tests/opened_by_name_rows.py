@@ -203,8 +203,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/job/processes.py": "start_child",
         "hetjob/job/job.py": "_num_ready",
         "hetjob/job/embedding_servers.py": (
-            "EmbeddingServers.held _has _is_held*2 _why_needed*2 logs_left*2 read_ends remove_registrations "
-            "remove_unneeded"
+            "EmbeddingServers.held _ends _has _is_held*2 _why_needed*2 logs_left*2 remove_registrations remove_unneeded"
         ),
         "mpi_dataworkers/embedding/background.py": "keep_registered register",
         "mpi_dataworkers/embedding/registration.py": "read_registrations",
@@ -280,7 +279,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetstream/base/files.py": "read_regular*2",
     },
     "own directory": {
-        "mpi_dataworkers/embedding/log.py": "Log._lock open_log",
+        "mpi_dataworkers/embedding/log.py": "open_log",
         "hetstream/base/files.py": "_own own_directory",
         "mpi_dataworkers/ops/cache_store.py": "remove_from_memory",
     },

@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import stat
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from hetstream.base.files import Directory, make_private
 from hetstream.base.locks import hold_directory
 from hetstream.base.posix import fcntl
 from hetstream.base.text import count_words
+from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job.ended_job import EMBEDDING_DIR as EMBEDDING_DIR
 from hetstream.hetjob.job.ended_job import JobLeft, look_at
 from hetstream.hetjob.job.job import JobEnvironment
@@ -35,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 # Time in which a companion that leaves gives its parts away: 64 GB over a slow network.
 _DRAIN_S = 600.0
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,18 @@ class EmbeddingServers:
         """Make the folder of a run, and hold it, so that nobody takes the run for one that is over.
 
         Raises:
-            OSError: as of `of_start`.
+            MasterError: it cannot be made.
         """
-        make_private(self.directory)
-        with Directory.open(self.directory) as directory:
-            lock = hold_directory(directory)
-            try:
-                yield
-            finally:
-                os.close(lock)
+        try:
+            make_private(self.directory)
+            with Directory.open(self.directory) as directory:
+                lock = hold_directory(directory)
+        except OSError as error:
+            raise MasterError(f"embedding servers cannot keep rows in {self.directory}: {error}") from error
+        try:
+            yield
+        finally:
+            os.close(lock)
 
 
 def remove_registrations(folder: Path) -> None:
@@ -119,12 +125,22 @@ class ServerEnd(msgspec.Struct, frozen=True):
     generations: int | None = None
 
 
-def read_ends(folder: Path) -> list[ServerEnd]:
+def read_ends(folder: Path, wait_s: float = 0.0) -> list[ServerEnd]:
     """Return what the servers of a service said last, by name.
 
     Args:
         folder: of the address file.
+        wait_s: for those that have not ended: companions do so when that file is gone.
     """
+    until = time.monotonic() + wait_s
+    while True:
+        ends = _ends(folder)
+        if all(end.generations is not None for end in ends) or time.monotonic() >= until:
+            return ends
+        time.sleep(_LOOK_S)
+
+
+def _ends(folder: Path) -> list[ServerEnd]:
     found: dict[str, ServerEnd] = {}
     with contextlib.suppress(OSError), Directory.open(folder / REGISTRY) as directory:
         for name in sorted(directory.names()):  # NAME.ended, and then NAME.json of one that was started again

@@ -28,19 +28,6 @@ _COMPANION = "job-"
 _ASK_AGAIN_S = 30.0
 
 
-class _Seen:
-    """What one server said at several looks."""
-
-    def __init__(self, said: Registration, now: float) -> None:
-        self.said, self.changed_at, self.reads_per_s = said, now, 0.0
-
-    def take_in(self, said: Registration, now: float) -> None:
-        """A look later."""
-        if said.written_s != self.said.written_s:
-            self.reads_per_s = said.reads_per_s(self.said) or 0.0
-            self.said, self.changed_at = said, now
-
-
 class ElasticEmbedding(CompanionKeeper):
     """Runs the controller of a job's embedding servers beside the job master's loop.
 
@@ -67,16 +54,14 @@ class ElasticEmbedding(CompanionKeeper):
     ) -> None:
         super().__init__(controller, companions, connect, controller_state_file, None, clock)
         self._look = look
-        self._seen: dict[str, _Seen] = {}
+        # Of each server: what it said last, when that was new, and its load then.
+        self._seen: dict[str, tuple[Registration, float, float]] = {}
         self._most_servers = 0
 
     def summary(self) -> dict[str, Any]:
         """Return what it did, for the job's summary."""
         return {
-            "embedding_servers": sum(not seen.said.draining for seen in self._seen.values()),
             "embedding_servers_at_most": self._most_servers,
-            "rows": sum(seen.said.rows for seen in self._seen.values()),
-            "bytes": sum(seen.said.bytes for seen in self._seen.values()),
             "decisions": list(self._controller_state_file.changes),
             **self._time.summary(self._clock()),
         }
@@ -84,16 +69,11 @@ class ElasticEmbedding(CompanionKeeper):
     def _turn(self, client: Steering) -> None:
         client.steer(self._order(None))
         now = self._clock()
-        self._read(now)
-        alive = {name: seen for name, seen in self._seen.items() if now - seen.changed_at < _SILENT_S}
-        self._take_in({_job_of(name): seen.reads_per_s for name, seen in alive.items() if _job_of(name)}, now)
-        self._ask_again(alive, now)
+        loads = self._read(now)
+        self._take_in({load.job_id: load.reads_per_s for load, _ in loads if load.job_id}, now)
+        self._ask_again({load.job_id for load, is_draining in loads if not is_draining}, now)
         snapshot = EmbeddingSnapshot(
-            tuple(
-                ServerLoad(name, _job_of(name), seen.said.bytes, seen.said.limit_bytes, seen.reads_per_s)
-                for name, seen in alive.items()
-                if not seen.said.draining
-            ),
+            tuple(load for load, is_draining in loads if not is_draining),
             tuple(
                 Companion(job_id, companion.cpus, companion.state, companion.since)
                 for job_id, companion in self._tracked.items()
@@ -111,18 +91,24 @@ class ElasticEmbedding(CompanionKeeper):
                 for job_id in decision.jobs:
                     self._companions.ask_to_end(job_id)
 
-    def _read(self, now: float) -> None:
-        found = self._look()
-        # One that has ended in order has taken its file away.
-        self._seen = {name: seen for name, seen in self._seen.items() if name in found}
-        for name, said in found.items():
-            self._seen.setdefault(name, _Seen(said, now)).take_in(said, now)
+    def _read(self, now: float) -> list[tuple[ServerLoad, bool]]:
+        """Return the load of each server that is there, and whether it leaves."""
+        before, self._seen = self._seen, {}
+        for name, said in self._look().items():  # one that has ended in order has taken its file away
+            known, changed_at, reads_per_s = before.get(name, (said, now, 0.0))
+            if said.written_s != known.written_s:
+                changed_at, reads_per_s = now, said.reads_per_s(known) or 0.0
+            self._seen[name] = said, changed_at, reads_per_s
+        return [
+            (ServerLoad(name, _job_of(name), said.bytes, said.limit_bytes, reads_per_s), said.draining)
+            for name, (said, changed_at, reads_per_s) in self._seen.items()
+            if now - changed_at < _SILENT_S
+        ]
 
-    def _ask_again(self, alive: dict[str, _Seen], now: float) -> None:
+    def _ask_again(self, serving: set[str], now: float) -> None:
         for job_id, companion in self._tracked.items():
-            seen = alive.get(f"{_COMPANION}{job_id}")
-            is_deaf = seen is not None and not seen.said.draining
-            if companion.state is CompanionState.DRAINING and is_deaf and now - companion.since >= _ASK_AGAIN_S:
+            is_deaf = companion.state is CompanionState.DRAINING and job_id in serving
+            if is_deaf and now - companion.since >= _ASK_AGAIN_S:
                 companion.since = now
                 self._companions.ask_to_end(job_id)
 

@@ -149,6 +149,8 @@ log = logging.getLogger(__name__)
 
 # A step starts in a fraction of a second; Python from a busy shared file system may take many.
 _START_LIMIT_S = 60.0
+# Embedding servers of companion jobs see within a second that the address file is gone.
+_LAST_WORDS_S = 3.0
 _MOST_SPEC_BYTES = 16 << 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -417,7 +419,8 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
     """Keep the summary, the events and the logs; remove the rest: the address file and the journal hold keys."""
     work_dir = job.work_dir
     summary = read_summary(work_dir)
-    ends = read_ends(job.directory)
+    job.address_file.unlink(missing_ok=True)
+    ends = read_ends(job.directory, _LAST_WORDS_S)
     summary |= stages.summary(config.trainer_cpus) | summary_of(ends)
     if config.embedding is not None:
         remove_unneeded(config.embedding.directory, ends)
@@ -438,7 +441,6 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
     job.controller_state_file.unlink(missing_ok=True)
     job.gpu_controller_state_file.unlink(missing_ok=True)
     job.embedding_controller_state_file.unlink(missing_ok=True)
-    job.address_file.unlink(missing_ok=True)
     remove_registrations(job.directory)
     remove_announcement(job.directory)
     remove_journal(work_dir)

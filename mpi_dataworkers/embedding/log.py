@@ -12,7 +12,6 @@ not whole is the last one: the server was killed in it, or the disk was full. Wh
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from hetstream.base.files import Directory, is_temporary, own_directory
-from hetstream.base.posix import fcntl
+from hetstream.base.locks import HeldByAnother, hold_directory
 from hetstream.mpi_dataworkers.embedding.parts import Applied, Parts
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.process.faults import reach
@@ -45,7 +44,6 @@ _CHECKED = _HEADER.size - 4
 # What is read at once where only entries are looked at.
 _LOOK_BYTES = 4096
 _SEGMENT = re.compile(r"(\d{6,})\.(base|log)")
-_LOCK = "lock"
 # Of a position in a log, bits for the place in the segment's file.
 _OFFSET_BITS = 44
 
@@ -86,7 +84,7 @@ def position(segment: int, offset: int = 0) -> int:
 
 
 class Record(NamedTuple):
-    """A record that was found, where it is in the log, and where in the file its rows lie."""
+    """A record that was found, where it is in the log, and which bytes of the file it has; the last are its rows."""
 
     said: Said
     at: int
@@ -107,15 +105,15 @@ class SegmentFile:
     def __init__(self, directory: Directory, segment: int, kind: str) -> None:
         self.segment, self.kind = segment, kind
         self.path = directory.path / _name(segment, kind)
-        self._descriptor = directory.open_file(self.path.name)
-        self.size = os.fstat(self._descriptor).st_size
+        self._file = os.fdopen(directory.open_file(self.path.name), "rb", _LOOK_BYTES)
+        self.size = os.fstat(self._file.fileno()).st_size
         self.end = 0
 
     def __enter__(self) -> SegmentFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
     def records(self) -> Iterator[Record]:
         """Give the records one after the other, without their rows; one that is not whole is the end.
@@ -125,8 +123,8 @@ class SegmentFile:
         """
         while self.size - self.end >= _HEADER.size:
             start = self.end
-            head = os.pread(self._descriptor, _LOOK_BYTES, start)
-            magic, entry_bytes, rows_bytes, _ = _HEADER.unpack_from(head)
+            head = self._read(start, _HEADER.size)
+            magic, entry_bytes, rows_bytes, _ = _HEADER.unpack(head)
             if magic != _MAGIC:
                 # A file system may have made the file longer, and have lost what was written there with the host.
                 if not any(head):
@@ -135,10 +133,8 @@ class SegmentFile:
             rows_at = start + _HEADER.size + entry_bytes
             if rows_at + rows_bytes > self.size:
                 return
-            if len(head) < rows_at - start:
-                head = os.pread(self._descriptor, rows_at - start, start)
             try:
-                said = _decoder.decode(head[_HEADER.size : rows_at - start])
+                said = _decoder.decode(self._read(start + _HEADER.size, entry_bytes))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise self.damaged(start, f"cannot be read: {error}") from error
             self.end = rows_at + rows_bytes
@@ -152,17 +148,18 @@ class SegmentFile:
         Raises:
             EmbeddingError: it is damaged.
         """
-        whole = memoryview(bytearray(record.end - record.start))
-        count = 0
-        while count < whole.nbytes:
-            more = os.preadv(self._descriptor, [whole[count:]], record.start + count)
-            if not more:
-                raise self.damaged(record.start, "has become shorter")
-            count += more
+        whole = memoryview(self._read(record.start, record.end - record.start))
         checksum = zlib.crc32(whole[_HEADER.size :], zlib.crc32(whole[:_CHECKED]))
         if checksum != int.from_bytes(whole[_CHECKED : _HEADER.size], "little"):
             raise self.damaged(record.start, "has another checksum than was written")
         return whole[record.rows_at - record.start :]
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        self._file.seek(start)
+        data = self._file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise self.damaged(start, "has become shorter")
+        return data
 
     def damaged(self, offset: int, how: str) -> EmbeddingError:
         """Return the error for a record."""
@@ -264,7 +261,7 @@ class Log:
         try:
             self._directory = self._files.enter_context(own_directory(folder))
             os.fchmod(self._directory.descriptor, 0o700)
-            self._lock()
+            self._files.callback(os.close, hold_directory(self._directory))
             for name in filter(is_temporary, self._directory.names()):
                 self._directory.unlink(name, missing_ok=True)
             if not any(map(_SEGMENT.fullmatch, self._directory.names())):
@@ -276,6 +273,11 @@ class Log:
             self._files.callback(os.close, self._descriptor)
         except BaseException as error:
             self._files.close()
+            if isinstance(error, HeldByAnother):
+                raise EmbeddingError(
+                    f"another embedding server uses {folder}, process {error}: give each a --name of its own, or wait "
+                    "for its end"
+                ) from error
             if isinstance(error, OSError):
                 raise EmbeddingError(f"no log for an embedding server at {folder}: {error}") from error
             raise
@@ -284,19 +286,6 @@ class Log:
         self._failure: OSError | None = None
         self._syncer = threading.Thread(target=self._sync, name="hetstream-sync", daemon=True)
         self._base_writer: threading.Thread | None = None
-
-    def _lock(self) -> None:
-        lock = self._directory.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
-        self._files.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            raise EmbeddingError(
-                f"another embedding server uses {self._directory.path}: give each a --name of its own, or wait for its "
-                "end"
-            ) from error
 
     def _open(self, segment: int) -> int:
         descriptor = self._directory.open_file(_name(segment, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

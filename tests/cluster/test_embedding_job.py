@@ -86,7 +86,9 @@ def test_embedding_servers_of_a_job(devcluster: Any, wait_until: Callable[..., N
     assert not (home / "embedding-servers").exists()
     assert not (home / "address").exists()
     assert (home / "embedding-server-1.log").exists()
-    assert place.is_dir(), "what they were told stays: checkpoints name it"
+    assert not place.exists(), "without a generation no checkpoint names it"
     summary = json.loads((home / "summary.json").read_text())
+    assert [server["name"] for server in summary["embedding_servers"]] == [*names, companion]
+    assert sum(server["rows"] for server in summary["embedding_servers"]) > 0
     assert summary["elastic_embedding"]["embedding_servers_at_most"] == 3
     assert "changes of the number of embedding servers" in run(str(HETSTREAM), "job", str(home))

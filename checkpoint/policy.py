@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -373,13 +373,12 @@ class RetentionDecision:
     reason: str
 
 
-def judge(checkpoints: Iterable[Saved], rule: Retention, being_read: Collection[Saved] = ()) -> list[RetentionDecision]:
+def judge(checkpoints: Iterable[Saved], rule: Retention) -> list[RetentionDecision]:
     """Decide on every checkpoint of a directory.
 
     Args:
         checkpoints: all committed ones, in any order.
         rule: what to keep.
-        being_read: those that somebody holds open; they stay until the next time.
 
     Returns:
         One verdict each, oldest first.
@@ -396,8 +395,6 @@ def judge(checkpoints: Iterable[Saved], rule: Retention, being_read: Collection[
             verdict = RetentionDecision(saved, True, "damaged, but there is no good one as new")
         elif saved in wanted:
             verdict = RetentionDecision(saved, True, wanted[saved])
-        elif saved in being_read:
-            verdict = RetentionDecision(saved, True, "being read")
         elif rule.keep_last is None:
             verdict = RetentionDecision(saved, True, "nothing is deleted without keep_last")
         else:

@@ -354,7 +354,7 @@ def usual_most(values: Iterable[float]) -> float | None:
     return found[-1] if found else None
 
 
-def smoothed(values: Sequence[float], smoothing: float = SMOOTHING) -> float:
+def smoothed(values: Sequence[float]) -> float:
     """Exponential smoothing (equation 10 of the paper), over values of which the last counts most.
 
     Raises:
@@ -364,7 +364,7 @@ def smoothed(values: Sequence[float], smoothing: float = SMOOTHING) -> float:
         raise ValueError("there is nothing to smooth")
     found = values[0]
     for value in values[1:]:
-        found = smoothing * value + (1 - smoothing) * found
+        found = SMOOTHING * value + (1 - SMOOTHING) * found
     return found
 
 

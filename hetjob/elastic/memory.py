@@ -264,16 +264,15 @@ def theil_sen(times: Array, values: Array) -> tuple[float, bool]:
     return float(np.median(slopes)), score > _Z95 * spread
 
 
-def memory_to_ask_for(forecast: Forecast, limit_bytes: float, most_bytes: float = math.inf) -> float:
+def memory_to_ask_for(forecast: Forecast, limit_bytes: float) -> float:
     """Return what a replacement needs, in bytes: what the forecast says with an eighth to spare, at least half as much
     again.
 
     Args:
         forecast: of the one that is replaced.
         limit_bytes: what it had.
-        most_bytes: what a node of the partition gives.
     """
-    return min(most_bytes, max(1.125 * forecast.needed_bytes, 1.5 * limit_bytes))
+    return max(1.125 * forecast.needed_bytes, 1.5 * limit_bytes)
 
 
 # When a job has read each sample of its training data once: (moments of its loaders) -> seconds that are left. Pure.

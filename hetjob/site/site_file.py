@@ -9,10 +9,10 @@ from pathlib import Path
 SITE_FILE = Path("/etc/hetstream/daemon.env")
 
 
-def site_value(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
+def site_value(name: str, environ: Mapping[str, str]) -> str | None:
     """Return what the environment or the site's file says of a setting that is one word; None if neither does."""
     text = environ.get(name)
-    return in_site_file(name, site_file) if text is None else text
+    return in_site_file(name, SITE_FILE) if text is None else text
 
 
 def in_site_file(name: str, site_file: Path) -> str | None:

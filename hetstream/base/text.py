@@ -87,10 +87,10 @@ def count_words(number: float, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def list_words(noun: str, members: Sequence[object], most: int = 10) -> str:
-    """`rank 3`, `ranks 0, 2`; of more than `most` the first, and that there are more."""
-    more = " and more" if len(members) > most else ""
-    return f"{noun if len(members) == 1 else noun + 's'} {', '.join(map(str, members[:most]))}{more}"
+def list_words(noun: str, members: Sequence[object]) -> str:
+    """`rank 3`, `ranks 0, 2`; of more than ten the first, and that there are more."""
+    more = " and more" if len(members) > 10 else ""
+    return f"{noun if len(members) == 1 else noun + 's'} {', '.join(map(str, members[:10]))}{more}"
 
 
 def percent(share: float) -> str:

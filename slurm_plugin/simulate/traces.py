@@ -397,9 +397,9 @@ class ReplayError:
     num_jobs: int
 
 
-def recorded_scenario(queue: QueueOptions, seed: int = 0) -> Scenario:
+def recorded_scenario(queue: QueueOptions) -> Scenario:
     """Return every job with the CPUs that it really had, under Slurm's backfill."""
-    return Scenario("as recorded", Request.RECORDED, Discipline.EASY, queue=queue, seed=seed)
+    return Scenario("as recorded", Request.RECORDED, Discipline.EASY, queue=queue)
 
 
 def replay(

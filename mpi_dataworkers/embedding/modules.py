@@ -185,9 +185,9 @@ class _Rows(nn.Module):
         grads = grads.detach()  # backward(create_graph=True)
         if grads.is_sparse:
             grads = grads.coalesce()
-            whole = torch.zeros(rows.shape, dtype=grads.dtype)
-            grads = whole.index_copy_(0, grads.indices()[0].cpu(), grads.values().cpu())
-        self.table.give(step, rows, grads.to("cpu", torch.float32))
+            whole = torch.zeros(rows.shape, dtype=grads.dtype, device=grads.device)
+            grads = whole.index_copy_(0, grads.indices()[0], grads.values())
+        self.table.give(step, rows, grads)
         if not self._is_due:
             self._is_due = True
             # Where this backward ends, in the thread that called it, as DistributedDataParallel does.

@@ -7,7 +7,10 @@ row lies and whichever rows are updated with it.
 from __future__ import annotations
 
 import abc
+import collections
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -19,15 +22,28 @@ class RowOptimizer(abc.ABC):
 
     Attributes:
         lr: the learning rate; a schedule may set it between steps.
+        scaler: the `torch.amp.GradScaler` by which the loss is scaled, if there is one. Rows get the gradients without
+            the scale, and stay as they are where one is infinite or no number, as torch's parameters do.
         sparse_grads: whether a row's gradients are added up as torch does it with `sparse=True`.
     """
 
+    scaler: torch.amp.GradScaler | None = None
     sparse_grads = True
 
     def __init__(self, lr: float) -> None:
         if not 0.0 <= lr < math.inf:
             raise ConfigError(f"lr={lr!r}: a learning rate is a number from 0 on, such as 0.01")
         self.lr = lr
+        # A scaler knows what it was told by its address, until it is updated.
+        self._told_scaler: collections.deque[SimpleNamespace] = collections.deque(maxlen=1 << 10)
+
+    def tell_scaler(self, is_finite: bool, device: torch.device) -> None:
+        """Have the scaler count gradients of this device as it counts those of a torch optimizer."""
+        assert self.scaler is not None
+        weight = torch.zeros(1, device=device, requires_grad=True)
+        weight.grad = torch.full_like(weight, 0.0 if is_finite else math.inf)
+        self._told_scaler.append(SimpleNamespace(param_groups=[{"params": [weight]}]))
+        self.scaler.unscale_(cast(Any, self._told_scaler[-1]))
 
     @abc.abstractmethod
     def state_width(self, dim: int) -> int:

@@ -158,6 +158,7 @@ class Table:
         # Slots of rows that wait for their gradients, for as long as the tensors are there that will get them.
         self._waiting: list[tuple[weakref.ref[torch.Tensor], Slots]] = []
         self.num_updates = self.num_changes = 0
+        self._device = torch.device("cpu")  # where gradients come from
         self._grads: list[tuple[_Step, torch.Tensor]] = []
         self.stats = TableStats()
         if client is not None:
@@ -295,6 +296,8 @@ class Table:
         """Add gradients [ids, dim] of the weights that `take` returned; `update` applies them."""
         # The program may have the weights for longer, as a loss of the step before has them.
         self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not weights]
+        self._device = grads.device
+        grads = grads.to("cpu", torch.float32)
         self._grads.append((step, grads))
         self.wait_for_grads(step, grads)
 
@@ -319,6 +322,12 @@ class Table:
             grads = torch.zeros(len(slots), self.dim).index_add_(
                 0, torch.from_numpy(where), torch.cat([grads for _, grads in summed])
             )
+        if (scaler := self.optimizer.scaler) is not None:
+            grads = grads * (1.0 / scaler.get_scale())
+            is_finite = self._ranks.all_agree(bool(grads.isfinite().all()))
+            self.optimizer.tell_scaler(is_finite, self._device)
+            if not is_finite:
+                return
         self.num_updates += 1
         self.num_changes += 1
         self._count(steps=1)

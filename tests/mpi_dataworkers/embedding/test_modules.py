@@ -64,6 +64,62 @@ def test_bags_of_one_id_are_torchs_bit_for_bit(optimizer: str, mode: str) -> Non
     assert torch.equal(own.state_dict()["weight"], bag.weight.detach())
 
 
+@pytest.mark.shows("a GradScaler scales and skips updates of rows as those of torch's parameters, bit for bit")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_grad_scaler_does_what_it_does_to_torchs(optimizer: str) -> None:
+    make, theirs, is_sparse = OPTIMIZERS[optimizer]
+
+    def run(bag: nn.Module, of_bag: torch.optim.Optimizer | None, rows: Any = None) -> tuple[list[float], list[float]]:
+        torch.manual_seed(2)
+        head = nn.Linear(8, 1)
+        optimizers = [torch.optim.SGD(head.parameters(), lr=0.01), *([of_bag] if of_bag else [])]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, growth_interval=4)
+        if rows is not None:
+            rows.scaler = scaler
+        losses, scales = [], []
+        for number, (ids, target) in enumerate(batches(NUM_ROWS, 40)):
+            for each in optimizers:
+                each.zero_grad()
+            loss = functional.mse_loss(head(bag(ids)), target)
+            if number in (25, 30):
+                loss = loss + bag(ids[:2]).sum() * (torch.inf if number == 25 else torch.nan)  # the head's stay finite
+            scaler.scale(loss).backward()
+            for each in optimizers:
+                scaler.step(each)
+            scaler.update()
+            losses.append(loss.item())
+            scales.append(scaler.get_scale())
+        return [loss for loss in losses if loss == loss], scales
+
+    torch.manual_seed(1)
+    bag = nn.EmbeddingBag(NUM_ROWS, 8, sparse=is_sparse)
+    expected = run(bag, theirs(bag.parameters()))
+    torch.manual_seed(1)
+    own = hetstream.EmbeddingBag(NUM_ROWS, 8, optimizer=(rows := make()))
+    assert run(own, None, rows) == expected
+    assert len({*expected[1]}) > 4, "it has grown and shrunk"
+    assert torch.equal(own.state_dict()["weight"], bag.weight.detach())
+
+
+def test_a_scaler_is_told_of_rows_alone_and_of_each_backward() -> None:
+    rows = hetstream.RowSGD(0.5)
+    rows.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    embedding = hetstream.Embedding(10, 4, optimizer=rows)
+    weight = embedding.state_dict()["weight"].clone()
+    for ids in (torch.tensor([1]), torch.tensor([1, 2])):  # two losses in a step, and no optimizer of torch's
+        scaler.scale(embedding(ids).sum()).backward()
+    scaler.update()
+    weight[1] -= 1.0
+    weight[2] -= 0.5
+    assert torch.equal(embedding.state_dict()["weight"], weight)
+    for factor in (1.0, torch.inf):
+        scaler.scale(embedding(torch.tensor([3])).sum() * factor).backward()
+    scaler.update()
+    weight[3] -= 0.5
+    assert torch.equal(embedding.state_dict()["weight"], weight)
+    assert scaler.get_scale() == 4.0
+
+
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])
 def test_an_embedding_is_torchs_bit_for_bit(padding_idx: int | None) -> None:
     torch.manual_seed(1)

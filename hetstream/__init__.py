@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the same names as in the tables below, for editors and type
     from hetstream.mpi_dataworkers.embedding.modules import EmbeddingBag as EmbeddingBag
     from hetstream.mpi_dataworkers.embedding.modules import EmbeddingBagCollection as EmbeddingBagCollection
     from hetstream.mpi_dataworkers.embedding.modules import EmbeddingBagConfig as EmbeddingBagConfig
+    from hetstream.mpi_dataworkers.embedding.modules import torch_state_dict as torch_state_dict
     from hetstream.mpi_dataworkers.embedding.optimizers import RowAdam as RowAdam
     from hetstream.mpi_dataworkers.embedding.optimizers import RowSGD as RowSGD
     from hetstream.mpi_dataworkers.embedding.optimizers import RowWiseAdagrad as RowWiseAdagrad
@@ -84,6 +85,7 @@ else:
         "numpy_sample_generator": "mpi_dataworkers.generators",
         "partition": "mpi_dataworkers.partitioner.partition",
         "sample_generator": "mpi_dataworkers.generators",
+        "torch_state_dict": "mpi_dataworkers.embedding.modules",
         "with_lookups": "mpi_dataworkers.embedding.lookahead",
     }
     __all__ = [*_MODULES, "__version__"]

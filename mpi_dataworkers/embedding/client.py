@@ -159,6 +159,9 @@ class EmbeddingClient:
         num_servers: to wait for before the first table is opened.
         timeout_s: how long to wait for them.
 
+    Attributes:
+        parts: of this rank.
+
     Raises:
         EmbeddingError: they did not come.
     """
@@ -169,7 +172,7 @@ class EmbeddingClient:
         self._folder = service.file.parent / REGISTRY
         self.rank, self.world_size = rank, world_size
         self.client = uuid.uuid4().hex
-        self._parts = [part for part in range(EMBEDDING_PARTS) if part % world_size == rank]
+        self.parts = [part for part in range(EMBEDDING_PARTS) if part % world_size == rank]
         self._tables: list[EmbeddingTable] = []
         self._servers: dict[str, _Server] = {}
         self._holders: dict[int, str] = {}
@@ -193,7 +196,7 @@ class EmbeddingClient:
             raise
         self._names: list[str] = []
         self._server_of_part = np.zeros(EMBEDDING_PARTS, dtype=np.int64)
-        self._place(place(self._parts, {}, self._servers))
+        self._place(place(self.parts, {}, self._servers))
         for server in self._servers.values():
             server.first_parts = sorted(server.parts)
         self._thread = threading.Thread(target=self._run, name="hetstream-embedding", daemon=True)
@@ -544,10 +547,10 @@ class EmbeddingClient:
                 self._forget(name)
         if not ready or any(server.unreachable_since or server.first_parts for server in self._servers.values()):
             return
-        wanted = place(self._parts, self._holders, ready)
+        wanted = place(self.parts, self._holders, ready)
         for source in sorted({*self._holders.values()}):
             for destination in ready:
-                parts = [part for part in self._parts if self._holders[part] == source and wanted[part] == destination]
+                parts = [part for part in self.parts if self._holders[part] == source and wanted[part] == destination]
                 if parts and source != destination:
                     there = self._servers[source]
                     at_once = _MOST_MOVING_BYTES * len(there.parts) // max(1, there.registration.bytes)
@@ -600,7 +603,7 @@ class EmbeddingClient:
         self._lost[name] = sorted(lost.parts)
         self._seen_s[lost.registration.start] = lost.registration.written_s
         self._forget(name)
-        placed = place(self._parts, {part: holder for part, holder in self._holders.items() if holder != name}, others)
+        placed = place(self.parts, {part: holder for part, holder in self._holders.items() if holder != name}, others)
         moved: dict[tuple[str, str], list[int]] = {}
         for part in sorted(lost.parts):
             # Parts that had not arrived are still where they came from.

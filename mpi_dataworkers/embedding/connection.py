@@ -6,32 +6,34 @@ import atexit
 import gc
 import itertools
 import secrets
-import threading
 import weakref
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.embedding.client import DEADLINE_S, EmbeddingClient
+from hetstream.mpi_dataworkers.embedding.history import parts_of_generation
 from hetstream.mpi_dataworkers.embedding.ranks import Ranks
 from hetstream.mpi_dataworkers.embedding.table import Table
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 from hetstream.mpi_dataworkers.process.config import num_embedding_servers_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.wire.address import parse_service, wait_for_address_file
 
-_Changes: TypeAlias = "weakref.WeakKeyDictionary[Table, int]"
+# A generation: its name, and the log of one server that has it.
+_Generation = tuple[str, str]
 
 # In the order in which they were made, on each rank the same.
 tables: weakref.WeakSet[Table] = weakref.WeakSet()
-_lock = threading.RLock()
 _client: EmbeddingClient | None = None
 _life = ""
 _numbers = itertools.count()
 _generations = itertools.count()
 # The newest generation, and how many changes each table had then.
-_marked: tuple[_Changes, dict[str, Any]] | None = None
+_marked: tuple[_Generation, weakref.WeakKeyDictionary[Table, int]] | None = None
+# Tables that were loaded since rows were used.
+_wanted: weakref.WeakKeyDictionary[Table, _Generation] = weakref.WeakKeyDictionary()
 
 
 def connect(ranks: Ranks) -> EmbeddingClient | None:
@@ -45,13 +47,13 @@ def connect(ranks: Ranks) -> EmbeddingClient | None:
     service = service_from_environment()
     if not num_servers or service is None:
         return None
-    with _lock:
-        if _client is None:
-            address = wait_for_address_file(parse_service(service), DEADLINE_S)
-            _client = EmbeddingClient(address, ranks.rank, ranks.size, num_servers, DEADLINE_S)
-            atexit.register(_client.close)
-            _life = f"{int(ranks.from_first(torch.tensor([secrets.randbits(48)])).item()):012x}"
-        return _client
+    restore_wanted()
+    if _client is None:
+        address = wait_for_address_file(parse_service(service), DEADLINE_S)
+        _client = EmbeddingClient(address, ranks.rank, ranks.size, num_servers, DEADLINE_S)
+        atexit.register(_client.close)
+        _life = f"{int(ranks.from_first(torch.tensor([secrets.randbits(48)])).item()):012x}"
+    return _client
 
 
 def table_name(name: str | None) -> str:
@@ -60,17 +62,12 @@ def table_name(name: str | None) -> str:
     Raises:
         ConfigError: another table has it.
     """
-    with _lock:
-        name = f"table-{next(_numbers)}" if name is None else name
-        if any(table.spec.name == name for table in tables):
-            gc.collect()  # that of a model that nobody has any more
-        if any(table.spec.name == name for table in tables):
-            raise ConfigError(f"name={name!r}: another embedding table of this process has it. Give each its own")
-        return name
-
-
-def _changes() -> _Changes:
-    return weakref.WeakKeyDictionary({table: table.num_changes for table in tables})
+    name = f"table-{next(_numbers)}" if name is None else name
+    if any(table.spec.name == name for table in tables):
+        gc.collect()  # that of a model that nobody has any more
+    if any(table.spec.name == name for table in tables):
+        raise ConfigError(f"name={name!r}: another embedding table of this process has it. Give each its own")
+    return name
 
 
 def mark_generation() -> dict[str, Any]:
@@ -84,34 +81,65 @@ def mark_generation() -> dict[str, Any]:
     """
     global _marked
     assert _client is not None
-    with _lock:
-        changes = _changes()
-        if _marked is None or _marked[0] != changes:
-            for table in tables:
-                table.write_back()
-            name = f"{_life}-{next(_generations)}"
-            _client.mark_generation(name)
-            _marked = changes, {"generation": name, "log": _client.logs[0]}
-        return dict(_marked[1])
+    restore_wanted()
+    if _marked is None or _marked[1] != _changes():
+        for table in tables:
+            table.write_back()
+        name = f"{_life}-{next(_generations)}"
+        _client.mark_generation(name)
+        _marked = (name, _client.logs[0]), _changes()
+    return dict(zip(("generation", "log"), _marked[0], strict=True))
 
 
-def restore_generation(state: dict[str, Any]) -> None:
-    """Make all tables what they were in a generation. On all ranks.
+def restore_generation(table: Table, state: dict[str, Any]) -> None:
+    """Make a table what it was in a generation, before its next use. On all ranks.
 
     Raises:
         EmbeddingError: there is no such generation.
     """
-    global _marked
+    generation = state["generation"], state["log"]
     if _client is None:
         raise EmbeddingError(
-            f"generation {state['generation']} is in the logs of embedding servers ({state['log']}), and this run has "
+            f"generation {generation[0]} is in the logs of embedding servers ({generation[1]}), and this run has "
             "none: run it with --embedding-servers"
         )
-    generation = {"generation": state["generation"], "log": state["log"]}
-    with _lock:
-        changes = _changes()
-        if _marked != (changes, generation):
-            _client.restore_generation(generation["generation"], str(Path(generation["log"])))
-            for table in tables:
-                table.forget()
-        _marked = changes, generation
+    table.check_idle()
+    if generation not in (_marked and _marked[0], *_wanted.values()):
+        parts_of_generation(Path(generation[1]), generation[0], _client.parts, ())
+    _wanted[table] = generation
+
+
+def forget_wanted(table: Table) -> None:
+    """Forget that a table is to be restored: it gets other rows."""
+    _wanted.pop(table, None)
+
+
+def restore_wanted() -> None:
+    """Restore tables that were loaded: the servers do it where that is all of them, and else they get the rows.
+
+    Raises:
+        EmbeddingError: that cannot be done.
+    """
+    global _marked
+    wanted = {
+        table: generation
+        for table, generation in _wanted.items()
+        if _marked is None or _marked[0] != generation or _marked[1].get(table) != table.num_changes
+    }
+    _wanted.clear()
+    if not wanted:
+        return
+    assert _client is not None
+    for table in wanted:
+        table.forget()
+    if {*wanted} == {*tables} and len({*wanted.values()}) == 1:
+        ((name, log),) = {*wanted.values()}
+        _client.restore_generation(name, str(Path(log)))
+        _marked = (name, log), _changes()
+        return
+    for table, (name, log) in wanted.items():
+        table.put_chunks(parts_of_generation(Path(log), name, _client.parts, [table.spec]), name)
+
+
+def _changes() -> weakref.WeakKeyDictionary[Table, int]:
+    return weakref.WeakKeyDictionary({table: table.num_changes for table in tables})

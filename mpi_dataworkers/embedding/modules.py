@@ -98,7 +98,7 @@ class _Rows(nn.Module):
         self.table = Table(shape, optimizer, ranks, client, max(1, cache_bytes // row_bytes), first)
         self._lookup: Lookup | None = None  # of the current step
         self._loop: object | None = None  # that announces steps
-        self._is_due = False
+        self._is_due = self._is_exported = False
         connection.tables.add(self.table)
 
     @property
@@ -134,6 +134,7 @@ class _Rows(nn.Module):
     def announce(self, lookup: Lookup) -> None:
         """See `Table.announce`."""
         self._check(lookup.unique)
+        connection.restore_wanted()
         self.table.announce(lookup.unique)
 
     def begin_step(self, lookup: Lookup) -> None:
@@ -166,6 +167,7 @@ class _Rows(nn.Module):
         if lookup is None or not lookup.is_of(on_cpu):
             lookup = Lookup.of(on_cpu)
             self._check(lookup.unique)
+        connection.restore_wanted()
         step, weights = self.table.take(lookup.unique)
         weights = weights.to(ids.device)
         if torch.is_grad_enabled():
@@ -196,16 +198,20 @@ class _Rows(nn.Module):
 
     def _update(self) -> None:
         self._is_due = False
+        connection.restore_wanted()
         self.table.update()
 
     # --- state -----------------------------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        connection.restore_wanted()
         state = self.table.state()
-        if self.table.client is None:
+        if self._is_exported or self.table.client is None:
             weights, optimizer_state = self.table.all_rows()
             destination.update(zip(self._weight_keys(prefix), torch.split(weights, self._nums_rows()), strict=True))
+            if self._is_exported:
+                return
             destination[f"{prefix}optimizer_state"] = optimizer_state
         else:
             state |= connection.mark_generation()
@@ -238,14 +244,17 @@ class _Rows(nn.Module):
             )
         elif weights is None and "generation" not in state:
             missing_keys += self._weight_keys(prefix)
+        elif optimizer_state is not None and not state:
+            missing_keys.append(f"{prefix}table")
         else:
             try:
                 if state:
                     self.table.set_state(state)
                 if weights is not None:
+                    connection.forget_wanted(self.table)
                     self.table.set_all_rows(weights, optimizer_state)
                 else:
-                    connection.restore_generation(state)
+                    connection.restore_generation(self.table, state)
             except EmbeddingError as error:
                 error_msgs.append(str(error))
         own = {*self._weight_keys(prefix), f"{prefix}optimizer_state", f"{prefix}table"}
@@ -261,6 +270,28 @@ class _Rows(nn.Module):
     def _weights_in(self, state_dict: dict[str, Any], prefix: str) -> torch.Tensor | None:
         found = [state_dict[key] for key in self._weight_keys(prefix) if key in state_dict]
         return torch.cat(found) if len(found) == len(self._nums_rows()) else None
+
+
+def torch_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a model with all rows of its tables, as torch's own modules in their place have and load it.
+
+    On all ranks at once; each gets all rows.
+
+    Args:
+        model: with `EmbeddingBag`, `Embedding` or `EmbeddingBagCollection` in it, or one of them.
+
+    Raises:
+        EmbeddingError: the servers do not give the rows.
+    """
+    modules = [module for module in model.modules() if isinstance(module, _Rows)]
+    for module in modules:
+        module._is_exported = True
+    try:
+        state = model.state_dict()
+    finally:
+        for module in modules:
+            module._is_exported = False
+    return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 # torch.compile leaves it, and what it calls, to Python. torch.compiler.disable says the same, and imports the compiler.

@@ -12,7 +12,7 @@ import collections
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from hetstream.mpi_dataworkers.embedding.client import EmbeddingClient, PendingRows
+from hetstream.mpi_dataworkers.embedding.history import Chunk
 from hetstream.mpi_dataworkers.embedding.optimizers import RowOptimizer
 from hetstream.mpi_dataworkers.embedding.ranks import Ranks
 from hetstream.mpi_dataworkers.embedding.row_cache import Ids, RowCache, Slots
@@ -32,6 +33,7 @@ Initial = Callable[[torch.Tensor], object]
 
 # Weights that are drawn and handed on at once; a multiple of 16, in which torch draws.
 _CHUNK_NUMBERS = 1 << 22
+_CHUNK_ROWS = 1 << 16
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -128,7 +130,7 @@ class Table:
 
     Attributes:
         num_updates: steps that rows were updated in, of this and earlier processes.
-        num_changes: times that rows were changed, in this process alone.
+        num_changes: times that rows were changed or restored, in this process alone.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Table:
         self._cache = RowCache(num_rows, min(cache_rows, num_owned)) if client is not None else None
         self._rows = torch.zeros(num_owned if self._cache is None else self._cache.capacity, self._words)
         self._first, self._seed = first, 0
+        self._has_rows = False  # on servers, beside those that were drawn at once
         # Steps whose rows were asked for and may not have come.
         self._asked: list[_Step] = []
         self._num_claims = 0
@@ -173,9 +176,8 @@ class Table:
             self._seed = int(ranks.from_first(seed).item())
             if client is None:
                 ids = np.arange(ranks.rank, num_rows, ranks.size)
-                for start in range(0, len(ids), 1 << 18):
-                    part = ids[start : start + (1 << 18)]
-                    self._bytes[part // ranks.size] = self._drawn(part)
+                for part in np.split(ids, range(_CHUNK_ROWS, len(ids), _CHUNK_ROWS)):
+                    self._bytes[part // ranks.size] = self._new(part)
 
     @property
     def _bytes(self) -> npt.NDArray[np.uint8]:
@@ -221,19 +223,20 @@ class Table:
         else:
             self.client.write(self.spec, ids, records)
 
-    def _drawn(self, ids: Ids) -> npt.NDArray[np.uint8]:
+    def _new(self, ids: Ids) -> npt.NDArray[np.uint8]:
         """Draw rows from (seed, id) alone: splitmix64 (Steele et al., 2014), 24 bits of each number."""
+        if self._first.new_rows is None and len(ids):
+            raise EmbeddingError(f"table {self.spec.name}: its servers lack {len(ids)} rows that were written")
         with np.errstate(over="ignore"):
             at = ids.astype(np.uint64)[:, None] * np.uint64(self.dim) + np.arange(self.dim, dtype=np.uint64)
             bits = (at + np.uint64(self._seed)) * _MIX[0]
             bits = (bits ^ (bits >> np.uint64(30))) * _MIX[1]
             bits = (bits ^ (bits >> np.uint64(27))) * _MIX[2]
             bits ^= bits >> np.uint64(31)
-        assert self._first.new_rows is not None
         unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
         if self._first.zero_row is not None:
             unit[ids == self._first.zero_row] = 0.0
-        return self._records(torch.from_numpy(unit * np.float32(self._first.new_rows)))
+        return self._records(torch.from_numpy(unit * np.float32(self._first.new_rows or 0)))
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -424,6 +427,7 @@ class Table:
                     "look up under torch.no_grad() where no backward follows"
                 )
             return False
+        self._has_rows = True
         step.slots, is_new = claimed
         self._num_claims += 1
         step.claim = self._num_claims
@@ -472,9 +476,7 @@ class Table:
         if not is_there.all():
             assert self._cache is not None
             new = slots[~is_there]
-            if self._first.new_rows is None:
-                raise EmbeddingError(f"table {self.spec.name}: its servers lack {len(new)} rows that were written")
-            self._bytes[new] = self._drawn(self._cache.ids_at(new))
+            self._bytes[new] = self._new(self._cache.ids_at(new))
             self._cache.changed(new)
 
     # --- saved -----------------------------------------------------------------------------------------------------
@@ -486,18 +488,39 @@ class Table:
             ids, slots = self._cache.written()
             self.client.write(self.spec, ids, self._bytes[slots])
 
-    def forget(self) -> None:
-        """Forget the rows at hand: the servers have others now."""
+    def check_idle(self) -> None:
+        """Refuse to restore a table in a loop.
+
+        Raises:
+            EmbeddingError: it is in one.
+        """
         if self._known:
             raise EmbeddingError(
                 f"table {self.spec.name} is restored while {len(self._known)} coming steps are known: restore it "
                 "before the loop over hetstream.lookahead begins"
             )
+
+    def forget(self) -> None:
+        """Forget the rows at hand: the servers get others."""
+        self.check_idle()
+        self._current = None
+        self.num_changes += 1
         if self._cache is not None:
             self._await_rows(list(self._asked))
             self._cache.clear()
             self._waiting.clear()
-        self._current = None
+
+    def put_chunks(self, chunks: Iterable[Chunk], generation: str) -> None:
+        """Set the rows of this rank to those of a generation; all that it has, if rows do not come into being."""
+        assert self.client is not None
+        if self._first.new_rows is not None and self._has_rows:
+            raise EmbeddingError(
+                f"table {self.spec.name} has rows that came into being when they were used, and may not be in "
+                f"generation {generation}. Load it before it is used, or all tables of the program at once"
+            )
+        for _, ids, records in chunks:
+            self.client.write(self.spec, ids, records)
+        self._has_rows = True
 
     def state(self) -> dict[str, Any]:
         """Return what is to be restored besides the rows."""
@@ -518,18 +541,31 @@ class Table:
         self.num_updates, self._seed = int(state["num_updates"]), int(state["seed"])
 
     def all_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights [num_rows, dim] and the optimizer's state [num_rows, width]; on all ranks, without servers."""
-        records = self._rows
-        if self._ranks.size > 1:
-            most = math.ceil(self.num_rows / self._ranks.size)
-            own = torch.cat([self._rows, self._rows.new_zeros(most - len(self._rows), self._words)])
+        """Return weights [num_rows, dim] and the optimizer's state [num_rows, width]; on all ranks."""
+        size, records = self._ranks.size, self._rows
+        if self.client is not None:
+            self.write_back()
+            ids = np.arange(self._ranks.rank, self.num_rows, size)
+            records = torch.zeros(len(ids), self._words)
+            into = records.numpy().view(np.uint8)
+
+            def deliver(places: Slots, rows: npt.NDArray[np.uint8], is_there: npt.NDArray[np.bool_]) -> None:
+                into[places] = rows
+                into[places[~is_there]] = self._new(ids[places[~is_there]])
+
+            for part in np.split(ids, range(_CHUNK_ROWS, len(ids), _CHUNK_ROWS)):
+                self._count(wait_s=self.client.wait(self.client.read(self.spec, part, part // size, deliver)))
+        if size > 1:
+            most = math.ceil(self.num_rows / size)
+            own = torch.cat([records, records.new_zeros(most - len(records), self._words)])
             records = torch.stack(self._ranks.from_all(own), dim=1).reshape(-1, self._words)[: self.num_rows]
         return self._weights_of(records), records[:, self._state_at :]
 
     def set_all_rows(self, weights: torch.Tensor, state: torch.Tensor | None) -> None:
-        """Set all rows."""
+        """Set all rows; without a state of the optimizer, as those of a new table."""
+        self.forget()
+        if state is None:
+            self.num_updates = 0
         own = torch.arange(self._ranks.rank, self.num_rows, self._ranks.size)
         for part in torch.split(own, max(1, _CHUNK_NUMBERS // self.dim)):
             self._put(part.numpy(), self._records(weights[part], None if state is None else state[part]))
-        self.num_changes += 1
-        self.forget()

@@ -78,3 +78,4 @@ def end_connection() -> None:
     if connection._client is not None:
         connection._client.close()
     connection._client = connection._marked = None
+    connection._wanted.clear()

@@ -15,6 +15,38 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
 
+_BLOCK_BITS = 6
+_IN_BLOCK = (1 << _BLOCK_BITS) - 1
+
+
+class _SlotIndex:
+    """The slot of each id; -1 where it has none.
+
+    Memory comes with use, by blocks of neighbouring ids that lie in the order in which they were first used: ids that are
+    far from each other do not take a page each.
+    """
+
+    def __init__(self, num_ids: int) -> None:
+        num_blocks = (num_ids >> _BLOCK_BITS) + 1
+        self._blocks = np.zeros(num_blocks, dtype=np.int32)
+        # One more than the slot; the first block is of ids that have none.
+        self._slots = np.zeros((num_blocks + 1) << _BLOCK_BITS, dtype=np.int32)
+        self._num_used = 1
+
+    def _places(self, ids: Ids) -> Ids:
+        return (self._blocks.take(ids >> _BLOCK_BITS).astype(np.int64) << _BLOCK_BITS) | (ids & _IN_BLOCK)
+
+    def __getitem__(self, ids: Ids) -> Slots:
+        return self._slots.take(self._places(ids)).astype(np.int64) - 1
+
+    def __setitem__(self, ids: Ids, slots: Slots | int) -> None:
+        blocks = ids >> _BLOCK_BITS
+        if len(new := blocks[self._blocks.take(blocks) == 0]):
+            new = np.unique(new)
+            self._blocks[new] = np.arange(self._num_used, self._num_used + len(new))
+            self._num_used += len(new)
+        self._slots[self._places(ids)] = np.add(slots, 1)
+
 
 class RowCache:
     """The places of rows in this process.
@@ -28,8 +60,8 @@ class RowCache:
     """
 
     def __init__(self, num_rows: int, capacity: int) -> None:
-        # One more than the slot, so that memory of ids that nobody names is never touched.
-        self._slot_of = np.zeros(num_rows, dtype=np.int32)
+        self._num_rows = num_rows
+        self._slot_of = _SlotIndex(num_rows)
         self._id_of = np.full(capacity, -1, dtype=np.int64)
         self._last_use = np.zeros(capacity, dtype=np.int64)
         self._is_dirty = np.zeros(capacity, dtype=bool)
@@ -46,7 +78,7 @@ class RowCache:
 
     def find(self, ids: Ids) -> Slots:
         """Return the slot of each id; -1 where it is not here."""
-        return self._slot_of[ids].astype(np.int64) - 1
+        return self._slot_of[ids]
 
     def claim(self, ids: Ids, step: int) -> tuple[Slots, npt.NDArray[np.bool_]] | None:
         """Make sure that rows have a place until a step is over.
@@ -68,7 +100,7 @@ class RowCache:
             new_slots = self._free[self.num_free : self.num_free + num_new].copy()
             slots[is_new] = new_slots
             self._id_of[new_slots] = ids[is_new]
-            self._slot_of[ids[is_new]] = new_slots + 1
+            self._slot_of[ids[is_new]] = new_slots
             self._is_dirty[new_slots] = False
             self._last_use[new_slots] = step
         self._last_use[slots] = np.maximum(self._last_use[slots], step)
@@ -109,7 +141,7 @@ class RowCache:
             self._note(stayed, before_step - 1)
         slots = np.concatenate(leaving) if leaving else np.empty(0, dtype=np.int64)
         ids, was_dirty = self._id_of[slots].copy(), self._is_dirty[slots].copy()
-        self._slot_of[ids] = 0
+        self._slot_of[ids] = -1
         self._id_of[slots] = -1
         self._is_dirty[slots] = False
         self._free[self.num_free : self.num_free + len(slots)] = slots
@@ -138,4 +170,4 @@ class RowCache:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.__init__(len(self._slot_of), len(self._id_of))  # type: ignore[misc]
+        self.__init__(self._num_rows, len(self._id_of))  # type: ignore[misc]

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 
 
 def place(parts: Collection[int], holders: Mapping[int, str], servers: Collection[str]) -> dict[int, str]:
     """Divide parts among servers, so that no server has two more than another, and as few as possible move.
 
+    Which server has one more than another depends on the parts, so that ranks do not all give it to the same one.
+
     Args:
-        parts: of one rank.
+        parts: of one rank, at least one.
         holders: where parts lie now; a part that lies nowhere, or on a server that is not in `servers`, has to move.
         servers: that may have parts, at least one.
 
     Returns:
         The server of each part. It follows from the arguments alone, not from their order.
     """
-    placed: dict[int, str] = {}
-    of_server: dict[str, list[int]] = {server: [] for server in sorted(servers)}
-    homeless = []
+    names = sorted(servers)
+    kept: dict[str, list[int]] = {name: [] for name in names}
+    homeless: list[int] = []
     for part in sorted(parts):
-        if holders.get(part) in of_server:
-            of_server[holders[part]].append(part)
-        else:
-            homeless.append(part)
-    # Those with the most keep one more where the parts cannot be divided evenly.
-    least, num_more = divmod(len(parts), len(of_server))
-    by_load = sorted(of_server, key=lambda server: (-len(of_server[server]), _mark(server)))
-    room = {server: least + (index < num_more) for index, server in enumerate(by_load)}
-    for server, kept in of_server.items():
-        kept.sort(key=lambda part: _mark(f"{server} {part}"))
-        homeless += kept[room[server] :]
-        del kept[room[server] :]
-        placed |= dict.fromkeys(kept, server)
-    for part in sorted(homeless):
-        server = max(
-            (server for server in of_server if len(of_server[server]) < room[server]),
-            key=lambda server: _mark(f"{server} {part}"),
-        )
-        of_server[server].append(part)
-        placed[part] = server
-    return placed
+        kept.get(holders.get(part, ""), homeless).append(part)
 
+    def fewest_first(part: int) -> list[str]:
+        return sorted(names, key=lambda name: (len(kept[name]), (names.index(name) - part) % len(names)))
 
-def _mark(text: str) -> bytes:
-    """What ranks servers for a part (rendezvous hashing): the same in every process."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+    least, num_more = divmod(len(parts), len(names))
+    for index, name in enumerate(reversed(fewest_first(min(parts)))):
+        # Those with the most keep one more where the parts cannot be divided evenly.
+        room = least + (index < num_more)
+        homeless += kept[name][room:]
+        del kept[name][room:]
+    for part in homeless:
+        kept[fewest_first(part)[0]].append(part)
+    return {part: name for name in names for part in kept[name]}

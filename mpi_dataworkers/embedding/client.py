@@ -16,7 +16,7 @@ import select
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,40 +74,19 @@ Deliver = Callable[[Slots, npt.NDArray[np.uint8], npt.NDArray[np.bool_]], None]
 
 
 @dataclass
-class PendingRows:
-    """Rows that were asked for."""
-
-    num_left: int = 0
-
-    @property
-    def is_here(self) -> bool:
-        """Whether all of them have come."""
-        return not self.num_left
-
-
-@dataclass
 class _Read:
     message: ReadRows
     table: EmbeddingTable
     ids: Ids
     slots: Slots
     deliver: Deliver
-    pending: PendingRows
 
 
-@dataclass
-class _Kept:
-    """A change that its server has not on the disk."""
-
-    message: Change | SendParts
-    frames: list[memoryview]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.frames))
+# A change that its server has not on the disk, and its frames.
+_Kept = tuple[Change | SendParts, list[memoryview]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Server:
     """Attributes:
     parts: that lie here, or are on their way to here.
@@ -133,10 +112,6 @@ class _Server:
     @property
     def addresses(self) -> tuple[str, ...]:
         return tuple(self.registration.addresses)
-
-
-# Gives what is asked of a server under a number.
-_Ask = Callable[[int, _Server], MarkGeneration | RestoreGeneration]
 
 
 @dataclass
@@ -185,7 +160,7 @@ class EmbeddingClient:
         self._error: str | None = None
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
-        self.num_read = self.num_written = self.bytes_read = self.bytes_written = 0
+        self.num_written = 0
         (self._receiver,) = open_receivers(service, {"ipc", "tcp"}, 0, compress=False)
         self._sender = TransportSender(service.batch_key, self.client)
         try:
@@ -260,28 +235,20 @@ class EmbeddingClient:
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
-    def read(self, table: EmbeddingTable, ids: Ids, slots: Slots, deliver: Deliver) -> PendingRows:
-        """Ask for rows; `deliver` gets them in the client's thread."""
-        pending = PendingRows()
+    def read(self, table: EmbeddingTable, ids: Ids, slots: Slots, deliver: Deliver) -> None:
+        """Ask for rows; `deliver` gets them in the client's thread, some at a time."""
         with self._changed:
-            self.num_read += len(ids)
-            self._ask_rows(table, ids, slots, deliver, pending)
-        return pending
-
-    def _ask_rows(self, table: EmbeddingTable, ids: Ids, slots: Slots, deliver: Deliver, pending: PendingRows) -> None:
-        for name, which in self._by_server(ids):
-            pending.num_left += 1
-            message = ReadRows(self.client, self._next(), table.name)
-            read = _Read(message, table, ids[which], slots[which], deliver, pending)
-            self._servers[name].reads[message.number] = read
-            self._send(self._servers[name], message, [_bytes(read.ids)])
+            for name, which in self._by_server(ids):
+                message = ReadRows(self.client, self._next(), table.name)
+                read = _Read(message, table, ids[which], slots[which], deliver)
+                self._servers[name].reads[message.number] = read
+                self._send(self._servers[name], message, [_bytes(read.ids)])
 
     def _ask_anew(self, server: _Server) -> None:
         """Ask again for the rows that a server has not given, where their parts are now."""
         reads, server.reads = server.reads, {}
         for read in reads.values():
-            self._ask_rows(read.table, read.ids, read.slots, read.deliver, read.pending)
-            read.pending.num_left -= 1
+            self.read(read.table, read.ids, read.slots, read.deliver)
 
     def write(self, table: EmbeddingTable, ids: Ids, rows: npt.NDArray[np.uint8]) -> None:
         """Write rows back. They are kept here, uncopied, until they are on a disk.
@@ -294,7 +261,6 @@ class EmbeddingClient:
         with self._changed:
             self._wait(lambda: self._kept_bytes() < _MOST_KEPT_BYTES, "changes reach the servers' disks")
             self.num_written += len(ids)
-            self.bytes_written += rows.nbytes
             self._write(table, ids, rows)
 
     def _write(self, table: EmbeddingTable, ids: Ids, rows: npt.NDArray[np.uint8]) -> None:
@@ -302,7 +268,7 @@ class EmbeddingClient:
             message = WriteRows(self.client, self._next(), table.name)
             self._change(self._servers[name], message, [_bytes(ids[which]), _bytes(rows[which])])
 
-    def wait(self, pending: PendingRows) -> float:
+    def wait(self, are_here: Callable[[], bool]) -> float:
         """Wait for rows.
 
         Returns:
@@ -311,11 +277,11 @@ class EmbeddingClient:
         Raises:
             EmbeddingError: they did not come.
         """
-        if pending.is_here and self._error is None:
+        if self._error is None and are_here():
             return 0.0
         begun = time.monotonic()
         with self._changed:
-            self._wait(lambda: pending.is_here, "rows come")
+            self._wait(are_here, "rows come")
         return time.monotonic() - begun
 
     def _by_server(self, ids: Ids) -> list[tuple[str, Any]]:
@@ -355,35 +321,34 @@ class EmbeddingClient:
             f"generation {name} is restored",
         )
 
-    def _on_all_servers(self, message: _Ask, what: str) -> None:
+    def _on_all_servers(self, message: Callable[[int, _Server], MarkGeneration | RestoreGeneration], what: str) -> None:
         """Ask the same of all servers that there are; anew where one of them was lost meanwhile."""
-        with self._changed:
-            while not self._ask_all_servers(message, what):
-                pass
-
-    def _ask_all_servers(self, message: _Ask, what: str) -> bool:
-        self._wait(lambda: not self._moves, "parts arrive")
-        asked = {name: (server, self._next()) for name, server in self._servers.items()}
-        for server, number in asked.values():
-            self._change(server, message(number, server), [])
+        asked: dict[int, _Server] = {}
 
         def is_done() -> bool:
-            return all(number not in server.kept for server, number in asked.values())
+            return bool(asked) and not any(number in server.kept for number, server in asked.items())
 
         def is_lost() -> bool:
-            return any(self._servers.get(name) is not server for name, (server, _) in asked.items())
+            return any(server not in self._servers.values() for server in asked.values())
 
-        self._wait(lambda: is_done() or is_lost(), what)
-        return is_done()
+        with self._changed:
+            while not is_done():
+                self._wait(lambda: not self._moves, "parts arrive")
+                asked.clear()
+                asked.update({self._next(): server for server in self._servers.values()})
+                for number, server in asked.items():
+                    self._change(server, message(number, server), [])
+                self._wait(lambda: is_done() or is_lost(), what)
 
     # --- sending ---------------------------------------------------------------------------------------------------
 
     def _kept_bytes(self) -> int:
-        return sum(kept.num_bytes for server in self._servers.values() for kept in server.kept.values())
+        all_kept = [kept for server in self._servers.values() for kept in server.kept.values()]
+        return sum(len(frame) for _, frames in all_kept for frame in frames)
 
     def _change(self, server: _Server, message: Change | SendParts, frames: list[Any]) -> None:
         """Say something that is said again until the server has it on the disk."""
-        server.kept[message.number] = _Kept(message, frames)
+        server.kept[message.number] = message, frames
         self._send(server, message, frames)
 
     def _send(self, server: _Server, message: EmbeddingMessage, frames: list[Any]) -> None:
@@ -409,12 +374,9 @@ class EmbeddingClient:
         self._ask_anew(server)
         try:
             self._introduce(server)
-            for number in sorted(server.kept.keys() | server.reads.keys()):
-                if (kept := server.kept.get(number)) is not None:
-                    self._sender.send(server.addresses, kept.message, kept.frames)
-                else:
-                    read = server.reads[number]
-                    self._sender.send(server.addresses, read.message, [_bytes(read.ids)])
+            reads = {number: (read.message, [_bytes(read.ids)]) for number, read in server.reads.items()}
+            for _, (message, frames) in sorted({**server.kept, **reads}.items()):
+                self._sender.send(server.addresses, message, frames)
         except PeerUnreachable as error:
             self._sender.drop(server.addresses)
             self._lost_connection(server, error)
@@ -472,10 +434,11 @@ class EmbeddingClient:
         if isinstance(message, RowsRead):
             read = server.reads.pop(message.number, None)
             if read is not None:
-                self._deliver(read, received.frames)
+                rows = np.frombuffer(received.frames[0], np.uint8).reshape(len(read.ids), read.table.row_bytes)
+                read.deliver(read.slots, rows, np.frombuffer(received.frames[1], np.bool_))
         elif isinstance(message, WritesKept):
             for number in [number for number in server.kept if number <= message.number]:
-                if isinstance(server.kept[number].message, WriteRows | DropParts):
+                if isinstance(server.kept[number][0], WriteRows | DropParts):
                     del server.kept[number]
         elif isinstance(message, GenerationMarked):
             server.kept.pop(message.number, None)
@@ -484,12 +447,6 @@ class EmbeddingClient:
             self._arrived(message.number)
         elif isinstance(message, EmbeddingRefused):
             self._error = f"embedding server {message.server} refused: {message.text}"
-
-    def _deliver(self, read: _Read, frames: Sequence[Any]) -> None:
-        rows = np.frombuffer(frames[0], np.uint8).reshape(len(read.ids), read.table.row_bytes)
-        self.bytes_read += rows.nbytes
-        read.deliver(read.slots, rows, np.frombuffer(frames[1], np.bool_))
-        read.pending.num_left -= 1
 
     # --- servers that come and go ----------------------------------------------------------------------------------
 
@@ -575,8 +532,7 @@ class EmbeddingClient:
             if move.destination == destination and origin is not None and move.send in origin.kept:
                 to = self._servers[destination].addresses
                 message = SendParts(self.client, move.send, move.parts, to)
-                origin.kept[move.send].message = message
-                self._send(origin, message, [])
+                self._change(origin, message, [])
 
     def _arrived(self, number: int) -> None:
         """Parts are at their new server: the one before may forget them."""
@@ -622,12 +578,11 @@ class EmbeddingClient:
             if destination != origin:
                 self._moves.append(_Move(parts, name, destination, self._adopt(destination, parts, lost), -1))
         self._place(placed)
-        for kept in lost.kept.values():
-            if isinstance(kept.message, WriteRows):
-                table = next(table for table in self._tables if table.name == kept.message.table)
-                ids = np.frombuffer(kept.frames[0], np.int64)
-                rows = np.frombuffer(kept.frames[1], np.uint8).reshape(len(ids), table.row_bytes)
-                self._write(table, ids, rows)
+        for message, frames in lost.kept.values():
+            if isinstance(message, WriteRows):
+                (table,) = (table for table in self._tables if table.name == message.table)
+                ids = np.frombuffer(frames[0], np.int64)
+                self._write(table, ids, np.frombuffer(frames[1], np.uint8).reshape(len(ids), table.row_bytes))
         self._ask_anew(lost)
 
     def _adopt(self, destination: str, parts: list[int], lost: _Server) -> int:

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from hetstream.base.errors import ConfigError
-from hetstream.mpi_dataworkers.embedding.modules import IdsOf, Lookup
+from hetstream.mpi_dataworkers.embedding.modules import IdsOf, Lookup, TableModule
 from hetstream.mpi_dataworkers.embedding.ranks import ranks_of_program
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 
 _BATCH, _LOOKUPS = "hetstream_batch", "hetstream_lookups"
 DEFAULT_STEPS = 16
-
-
-class _Module(Protocol):
-    def ids_of(self, given: Callable[[Any], Any]) -> IdsOf: ...
-
-    def is_in(self, loop: object) -> bool: ...
-
-    def begin_steps(self, loop: object, lookups: Sequence[Lookup]) -> None: ...
-
-    def announce(self, lookup: Lookup) -> None: ...
-
-    def begin_step(self, lookup: Lookup) -> None: ...
-
-    def end_steps(self, loop: object) -> None: ...
 
 
 class _Collate:
@@ -72,13 +58,13 @@ class lookahead:
         if not (isinstance(steps, int) and steps >= 1):
             raise ConfigError(f"steps={steps!r}: a whole number from 1 on")
         for module in modules:
-            if not hasattr(module, "begin_step"):
+            if not isinstance(module, TableModule):
                 raise ConfigError(
                     f"modules={type(module).__name__}: look-ahead is for hetstream.EmbeddingBag, Embedding and "
                     "EmbeddingBagCollection"
                 )
         self._batches, self._steps = batches, steps
-        self._modules: list[tuple[_Module, IdsOf]] = [
+        self._modules: list[tuple[TableModule, IdsOf]] = [
             (module, module.ids_of(given)) for module, given in modules.items()
         ]
         self._state: Any = None
@@ -116,8 +102,7 @@ class lookahead:
         has_more = True
         while True:
             for index, (module, _) in enumerate(self._modules):
-                if not module.is_in(loop):  # this one begins, or another one has gone through steps in this one's step
-                    module.begin_steps(loop, [lookups[index] for _, lookups, _ in coming])
+                module.begin_steps(loop, [lookups[index] for _, lookups, _ in coming])
             while has_more and len(coming) < self._steps:
                 batch = next(batches, self)
                 has_more = batch is not self

@@ -10,7 +10,7 @@ import functools
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,10 +21,12 @@ from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.embedding import connection
 from hetstream.mpi_dataworkers.embedding.optimizers import RowOptimizer
 from hetstream.mpi_dataworkers.embedding.ranks import ranks_of_program
-from hetstream.mpi_dataworkers.embedding.table import FirstRows, Initial, Table, TableShape, TableStats
+from hetstream.mpi_dataworkers.embedding.table import Initial, Table, TableConfig, TableStats
 from hetstream.mpi_dataworkers.errors import EmbeddingError
 
 DEFAULT_CACHE_BYTES = 1 << 30
+# What is saved of a table has this size, or a multiple: a state is compared with the program's by its shapes.
+_STATE_BYTES = 1 << 10
 
 
 class Lookup(NamedTuple):
@@ -70,32 +72,31 @@ class IdsOf:
         return Lookup.of(self.flat(self.given(batch)))
 
 
-class _Rows(nn.Module):
+class TableModule(nn.Module):
     """What all modules over one table have in common.
 
     Attributes:
         table: see `Table`.
+        flat: from the first argument of `forward` to flat ids.
     """
 
-    table: Table
     looks_up_embeddings = True  # for `loader/step_times.py`
+    flat: Callable[[Any], torch.Tensor] = staticmethod(flat_ids)
 
-    def __init__(self, shape: TableShape, optimizer: RowOptimizer, cache_bytes: int, first: FirstRows) -> None:
+    def __init__(self, config: TableConfig, optimizer: RowOptimizer, cache_bytes: int) -> None:
         super().__init__()
         if not isinstance(optimizer, RowOptimizer):
             raise ConfigError(
                 f"optimizer={optimizer!r}: rows are updated by hetstream.RowSGD, RowWiseAdagrad or RowAdam, such as "
                 "optimizer=hetstream.RowSGD(lr=0.1)"
             )
-        for what, value in (("num_embeddings", shape.num_rows), ("embedding_dim", shape.dim)):
+        for what, value in (("num_embeddings", config.num_rows), ("embedding_dim", config.dim)):
             if not (isinstance(value, int) and 0 < value < 1 << 40):
                 raise ConfigError(f"{what}={value!r}: a whole number from 1 on")
-        if shape.dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"dtype={shape.dtype}: rows are torch.float32 or torch.bfloat16")
+        if config.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"dtype={config.dtype}: rows are torch.float32 or torch.bfloat16")
         ranks = ranks_of_program()
-        client = connection.connect(ranks)
-        row_bytes = 4 * (-(-shape.dim * shape.dtype.itemsize // 4) + optimizer.state_width(shape.dim))
-        self.table = Table(shape, optimizer, ranks, client, max(1, cache_bytes // row_bytes), first)
+        self.table = Table(config, optimizer, ranks, connection.connect(ranks), cache_bytes)
         self._lookup: Lookup | None = None  # of the current step
         self._loop: object | None = None  # that announces steps
         self._is_due = self._is_exported = False
@@ -104,7 +105,7 @@ class _Rows(nn.Module):
     @property
     def stats(self) -> TableStats:
         """What the table has done."""
-        return self.table.stats
+        return replace(self.table.stats)
 
     def ids_of(self, given: Callable[[Any], Any]) -> IdsOf:
         """Return what makes lookups of batches, for `with_lookups`.
@@ -114,22 +115,13 @@ class _Rows(nn.Module):
         """
         return IdsOf(given, self.flat)
 
-    @property
-    def flat(self) -> Callable[[Any], torch.Tensor]:
-        """From the first argument of `forward` to flat ids."""
-        return flat_ids
-
-    def is_in(self, loop: object) -> bool:
-        """Return whether the steps that are announced are those of a loop."""
-        return self._loop is loop
-
     def begin_steps(self, loop: object, lookups: Sequence[Lookup]) -> None:
-        """Announce what the coming steps of a loop look up, and forget what another one has announced."""
-        if self._loop is not None:
+        """Let a loop announce steps, from these on that it has announced, if another one has announced some since."""
+        if self._loop is not loop:
             self.end_steps(self._loop)
-        self._loop = loop
-        for lookup in lookups:
-            self.announce(lookup)
+            self._loop = loop
+            for lookup in lookups:
+                self.announce(lookup)
 
     def announce(self, lookup: Lookup) -> None:
         """See `Table.announce`."""
@@ -144,7 +136,7 @@ class _Rows(nn.Module):
 
     def end_steps(self, loop: object) -> None:
         """Forget what a loop has announced; nothing where another one announces. See `Table.end_steps`."""
-        if self._loop is loop:
+        if self._loop is loop is not None:
             self._loop = self._lookup = None
             self.table.end_steps()
 
@@ -158,7 +150,10 @@ class _Rows(nn.Module):
     def _rows_for(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a table of the rows that flat ids name, and where each is in it."""
         _check_dtype(ids)
-        if self._is_due and cast(Any, torch._C)._current_graph_task_id() < 0:
+        if cast(Any, torch._C)._current_graph_task_id() >= 0:
+            # A checkpoint computes again, and may have a backward of its own: the whole one ends later.
+            self._queue_update()
+        elif self._is_due:
             # The backward before has failed, so nothing was updated where it should have ended.
             self._is_due = False
             self.table.drop_grads()
@@ -186,15 +181,15 @@ class _Rows(nn.Module):
         assert grads is not None
         grads = grads.detach()  # backward(create_graph=True)
         if grads.is_sparse:
-            grads = grads.coalesce()
-            whole = torch.zeros(rows.shape, dtype=grads.dtype, device=grads.device)
-            grads = whole.index_copy_(0, grads.indices()[0], grads.values())
+            grads = grads.coalesce().to_dense()
         self.table.give(step, rows, grads)
+        self._queue_update()
+
+    def _queue_update(self) -> None:
+        """Update where this backward ends, in the thread that called it, as DistributedDataParallel does."""
         if not self._is_due:
             self._is_due = True
-            # Where this backward ends, in the thread that called it, as DistributedDataParallel does.
-            engine = cast(Any, torch.autograd.Variable)._execution_engine
-            engine.queue_callback(self._update)
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._update)
 
     def _update(self) -> None:
         self._is_due = False
@@ -203,19 +198,25 @@ class _Rows(nn.Module):
 
     # --- state -----------------------------------------------------------------------------------------------------
 
+    def _weights(self) -> dict[str, int]:
+        """Names of the weights in a `state_dict`, in the order of ids, each with its number of rows."""
+        return {"weight": self.table.num_rows}
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         connection.restore_wanted()
         state = self.table.state()
         if self._is_exported or self.table.client is None:
             weights, optimizer_state = self.table.all_rows()
-            destination.update(zip(self._weight_keys(prefix), torch.split(weights, self._nums_rows()), strict=True))
+            for name, part in zip(self._weights(), torch.split(weights, [*self._weights().values()]), strict=True):
+                destination[prefix + name] = part
             if self._is_exported:
                 return
             destination[f"{prefix}optimizer_state"] = optimizer_state
         else:
             state |= connection.mark_generation()
         text = json.dumps(state).encode()
+        text += b" " * (-len(text) % _STATE_BYTES)
         destination[f"{prefix}table"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def _load_from_state_dict(
@@ -229,47 +230,50 @@ class _Rows(nn.Module):
         error_msgs: list[str],
     ) -> None:
         del local_metadata, strict
-        weights = self._weights_in(state_dict, prefix)
-        text = state_dict.get(f"{prefix}table")
+        names = [prefix + name for name in self._weights()]
+        found = [state_dict[name] for name in names if name in state_dict]
+        optimizer_state, text = (state_dict.get(f"{prefix}{name}") for name in ("optimizer_state", "table"))
         state = json.loads(bytes(text.tolist())) if text is not None else {}
-        shape = (self.table.num_rows, self.table.dim)
-        optimizer_state = state_dict.get(f"{prefix}optimizer_state")
+        shapes = [(num_rows, self.table.dim) for num_rows in self._weights().values()]
         state_shape = (self.table.num_rows, self.table.optimizer.state_width(self.table.dim))
-        if weights is not None and tuple(weights.shape) != shape:
-            error_msgs.append(f"{prefix}weight has shape {tuple(weights.shape)}, and the table {shape}")
-        elif optimizer_state is not None and tuple(optimizer_state.shape) != state_shape:
-            error_msgs.append(
+        has_weights = len(found) == len(names)
+        wrong = [
+            f"{name} has shape {tuple(weight.shape)}, and the table {shape}"
+            for name, weight, shape in zip(names, found, shapes, strict=False)
+            if has_weights and tuple(weight.shape) != shape
+        ]
+        if optimizer_state is not None and tuple(optimizer_state.shape) != state_shape:
+            wrong.append(
                 f"{prefix}optimizer_state has shape {tuple(optimizer_state.shape)}, and that of this table's optimizer "
                 f"{state_shape}: give the table the optimizer that it was saved with, or leave optimizer_state out"
             )
-        elif weights is None and "generation" not in state:
-            missing_keys += self._weight_keys(prefix)
+        if wrong:
+            error_msgs += wrong
+        elif not has_weights and "generation" not in state:
+            missing_keys += [name for name in names if name not in state_dict]
         elif optimizer_state is not None and not state:
             missing_keys.append(f"{prefix}table")
         else:
             try:
                 if state:
                     self.table.set_state(state)
-                if weights is not None:
+                if has_weights:
                     connection.forget_wanted(self.table)
-                    self.table.set_all_rows(weights, optimizer_state)
+                    self.table.set_all_rows(torch.cat(found), optimizer_state)
                 else:
                     connection.restore_generation(self.table, state)
             except EmbeddingError as error:
                 error_msgs.append(str(error))
-        own = {*self._weight_keys(prefix), f"{prefix}optimizer_state", f"{prefix}table"}
+        own = {*names, f"{prefix}optimizer_state", f"{prefix}table"}
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in own)
 
-    def _weight_keys(self, prefix: str) -> list[str]:
-        """Names of the weights in a `state_dict`, in the order of ids; those of `_nums_rows` rows each."""
-        return [f"{prefix}weight"]
 
-    def _nums_rows(self) -> list[int]:
-        return [self.table.num_rows]
-
-    def _weights_in(self, state_dict: dict[str, Any], prefix: str) -> torch.Tensor | None:
-        found = [state_dict[key] for key in self._weight_keys(prefix) if key in state_dict]
-        return torch.cat(found) if len(found) == len(self._nums_rows()) else None
+# torch.compile leaves it, and what it calls, to Python. torch.compiler.disable says the same, and imports the compiler.
+TableModule._rows_for._torchdynamo_disable = True  # type: ignore[attr-defined]
+_eval_frame = torch._C._dynamo.eval_frame
+if hasattr(_eval_frame, "set_code_exec_strategy"):
+    _skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(TableModule._rows_for.__code__, _eval_frame._FrameExecStrategy(_skip, _skip))
 
 
 def torch_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -283,7 +287,7 @@ def torch_state_dict(model: nn.Module) -> dict[str, Any]:
     Raises:
         EmbeddingError: the servers do not give the rows.
     """
-    modules = [module for module in model.modules() if isinstance(module, _Rows)]
+    modules = [module for module in model.modules() if isinstance(module, TableModule)]
     for module in modules:
         module._is_exported = True
     try:
@@ -294,15 +298,31 @@ def torch_state_dict(model: nn.Module) -> dict[str, Any]:
     return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
-# torch.compile leaves it, and what it calls, to Python. torch.compiler.disable says the same, and imports the compiler.
-_Rows._rows_for._torchdynamo_disable = True  # type: ignore[attr-defined]
-_eval_frame = torch._C._dynamo.eval_frame
-if hasattr(_eval_frame, "set_code_exec_strategy"):
-    _skip = _eval_frame._FrameAction.SKIP
-    _eval_frame.set_code_exec_strategy(_Rows._rows_for.__code__, _eval_frame._FrameExecStrategy(_skip, _skip))
+class _OneTable(TableModule):
+    """What torch's two modules have in common."""
+
+    def __init__(
+        self, config: TableConfig, optimizer: RowOptimizer, cache_bytes: int, refused: tuple[object, object, object]
+    ) -> None:
+        if refused != (None, False, None):
+            raise ConfigError(
+                f"max_norm, scale_grad_by_freq and _weight: rows on servers have none of these. Use torch.nn's "
+                f"{type(self).__name__}, or load weights with load_state_dict"
+            )
+        row, num_rows = config.zero_row, config.num_rows
+        if row is not None and not -num_rows <= row < num_rows:
+            raise ConfigError(f"padding_idx={row}: a row from {-num_rows} to {num_rows - 1}")
+        self.padding_idx = None if row is None else row % num_rows
+        super().__init__(replace(config, zero_row=self.padding_idx), optimizer, cache_bytes)
+        self.num_embeddings, self.embedding_dim = num_rows, config.dim
+
+    def _padding_in(self, ids: torch.Tensor, inverse: torch.Tensor) -> int | None:
+        """Where the padded row is among the rows of a step; None where no id names it."""
+        where = [] if self.padding_idx is None else inverse[ids == self.padding_idx][:1].tolist()
+        return where[0] if where else None
 
 
-class EmbeddingBag(_Rows):
+class EmbeddingBag(_OneTable):
     """Looks up bags of ids, as `torch.nn.EmbeddingBag` does: the same arguments, outputs and gradients.
 
     Args:
@@ -347,28 +367,19 @@ class EmbeddingBag(_Rows):
         del norm_type, sparse, device
         if mode not in ("sum", "mean", "max"):
             raise ConfigError(f"mode={mode!r}: sum, mean or max")
-        if max_norm is not None or scale_grad_by_freq or _weight is not None:
-            raise ConfigError(
-                "max_norm, scale_grad_by_freq and _weight: rows on servers have none of these. Use "
-                "torch.nn.EmbeddingBag, or load weights with load_state_dict"
-            )
-        self.padding_idx = _padded_row(padding_idx, num_embeddings)
-        shape = _shape(name, num_embeddings, embedding_dim, dtype)
-        super().__init__(
-            shape, optimizer, cache_bytes, FirstRows(new_rows, [(num_embeddings, initial)], self.padding_idx)
-        )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        fills = [(num_embeddings, initial)]
+        config = _config(name, num_embeddings, embedding_dim, dtype, new_rows, fills, padding_idx)
+        super().__init__(config, optimizer, cache_bytes, (max_norm, scale_grad_by_freq, _weight))
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
         self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return [bags, embedding_dim]; see `torch.nn.EmbeddingBag.forward`."""
-        weights, inverse = self._rows_for(input.reshape(-1))
-        padding = None
-        if self.padding_idx is not None:
-            padding = _place_of(self.padding_idx, input.reshape(-1), inverse)
-        is_plain = self.mode != "max" and offsets is padding is per_sample_weights is None
+        ids = flat_ids(input)
+        weights, inverse = self._rows_for(ids)
+        padding = self._padding_in(ids, inverse)
+        is_plain = self.mode != "max" and offsets is None and padding is None and per_sample_weights is None
         if is_plain and input.dim() == 2 and input.shape[1] == 1 and weights.dtype is torch.float32:
             return _alone(inverse, weights, self.table.optimizer.sparse_grads)
         return functional.embedding_bag(
@@ -386,7 +397,7 @@ class EmbeddingBag(_Rows):
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}, table={self.table.spec.name!r}"
 
 
-class Embedding(_Rows):
+class Embedding(_OneTable):
     """Looks up ids, as `torch.nn.Embedding` does; arguments as `EmbeddingBag`.
 
     Raises:
@@ -413,24 +424,15 @@ class Embedding(_Rows):
         initial: Initial = nn.init.normal_,
     ) -> None:
         del norm_type, sparse, device
-        if max_norm is not None or scale_grad_by_freq or _weight is not None:
-            raise ConfigError(
-                "max_norm, scale_grad_by_freq and _weight: rows on servers have none of these. Use torch.nn.Embedding, "
-                "or load weights with load_state_dict"
-            )
-        self.padding_idx = _padded_row(padding_idx, num_embeddings)
-        shape = _shape(name, num_embeddings, embedding_dim, dtype)
-        super().__init__(
-            shape, optimizer, cache_bytes, FirstRows(new_rows, [(num_embeddings, initial)], self.padding_idx)
-        )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        fills = [(num_embeddings, initial)]
+        config = _config(name, num_embeddings, embedding_dim, dtype, new_rows, fills, padding_idx)
+        super().__init__(config, optimizer, cache_bytes, (max_norm, scale_grad_by_freq, _weight))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return [..., embedding_dim]."""
-        flat = input.reshape(-1)
-        weights, inverse = self._rows_for(flat)
-        padding = _place_of(self.padding_idx, flat, inverse) if self.padding_idx is not None else None
-        sparse = self.table.optimizer.sparse_grads
+        ids = flat_ids(input)
+        weights, inverse = self._rows_for(ids)
+        sparse, padding = self.table.optimizer.sparse_grads, self._padding_in(ids, inverse)
         return functional.embedding(inverse.reshape(input.shape), weights, padding_idx=padding, sparse=sparse)
 
     def extra_repr(self) -> str:
@@ -450,39 +452,36 @@ class _Features:
     def __call__(self, given: Any) -> torch.Tensor:
         keys, values, offsets = _jagged(given)
         _check_dtype(values)
+        if unknown := [key for key in keys if key not in self.rows]:
+            raise EmbeddingError(
+                f"feature {unknown[0]!r} is of no table; those of this collection: {', '.join(self.rows)}"
+            )
         samples = (len(offsets) - 1) // len(keys)
         num_ids = offsets[torch.arange(len(keys) + 1, device=offsets.device) * samples].diff()
         first, num_rows = (
             torch.tensor(numbers, device=values.device).repeat_interleave(num_ids.to(values.device))
-            for numbers in zip(*[(self._rows(key).start, len(self._rows(key))) for key in keys], strict=True)
+            for numbers in zip(*[(self.rows[key].start, len(self.rows[key])) for key in keys], strict=True)
         )
         wrong = ((values < 0) | (values >= num_rows)).nonzero()
         if len(wrong):
             at = int(wrong[0, 0])
             key = keys[int((num_ids.cumsum(0) <= at).sum())]
             raise IndexError(
-                f"feature {key}: there is no row {int(values[at])}, its ids are 0 to {len(self._rows(key)) - 1}"
+                f"feature {key}: there is no row {int(values[at])}, its ids are 0 to {len(self.rows[key]) - 1}"
             )
         return values.to(torch.int64) + first
-
-    def _rows(self, key: str) -> range:
-        if key not in self.rows:
-            raise EmbeddingError(f"feature {key!r} is of no table; those of this collection: {', '.join(self.rows)}")
-        return self.rows[key]
 
 
 def _jagged(given: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     """Return keys, values and offsets of a KeyedJaggedTensor, or of a dict of ids [samples] or [samples, ids]."""
-    if not isinstance(given, Mapping):
-        keys, offsets = list(given.keys()), given.offsets()
-        if keys and (len(offsets) - 1) % len(keys):
-            raise EmbeddingError(
-                f"{len(offsets) - 1} bags of {len(keys)} features: each feature has as many bags as there are samples"
-            )
-        return keys, given.values(), offsets
-    nums_samples = {name: len(ids) for name, ids in given.items()}
+    if is_keyed := not isinstance(given, Mapping):
+        nums_samples = dict(zip(given.keys(), given.stride_per_key(), strict=True))
+    else:
+        nums_samples = {name: len(ids) for name, ids in given.items()}
     if len(set(nums_samples.values())) > 1:
         raise EmbeddingError(f"features of different numbers of samples: {nums_samples}. Each has ids for every sample")
+    if is_keyed:
+        return list(given.keys()), given.values(), given.offsets()
     tensors = [ids[:, None] if ids.dim() == 1 else ids for ids in given.values()]
     lengths = [torch.full((len(ids),), ids.shape[1], device=ids.device) for ids in tensors]
     ends = torch.cat(lengths).cumsum(0)
@@ -506,7 +505,7 @@ class EmbeddingBagConfig:
     feature_names: Sequence[str]
 
 
-class EmbeddingBagCollection(_Rows):
+class EmbeddingBagCollection(TableModule):
     """Looks up bags of several features at once, as torchrec's `EmbeddingBagCollection` does.
 
     Its tables lie in one, so that a step reads and updates the rows of all features together.
@@ -537,31 +536,31 @@ class EmbeddingBagCollection(_Rows):
                 f"tables of embedding_dim {sorted(dims)} and pooling {sorted(modes)}: a collection has one of each. "
                 "Make one collection for each"
             )
-        self._table_names = [table.name for table in tables]
+        kinds = {getattr(getattr(table, "data_type", None), "value", "FP32") for table in tables}
+        if dtype is None and kinds != {"FP32"}:
+            raise ConfigError(
+                f"tables of data_type {', '.join(sorted(kinds))}: rows of a collection are of one dtype. Say which, "
+                "such as dtype=torch.bfloat16"
+            )
+        self.mode = modes.pop()
+        self._sizes = {table.name: int(table.num_embeddings) for table in tables}
         features = [feature for table in tables for feature in table.feature_names]
-        for what, names in (("table", self._table_names), ("feature", features)):
+        for what, names in (("table", [table.name for table in tables]), ("feature", features)):
             if len({*names}) < len(names):
                 raise ConfigError(f"{what}s {', '.join(names)}: each {what} of a collection has a name of its own")
-        self._sizes = [int(table.num_embeddings) for table in tables]
-        self.mode = modes.pop()
-        firsts = [sum(self._sizes[:index]) for index in range(len(tables))]
-        self._features = _Features(
-            {
-                feature: range(first, first + size)
-                for table, first, size in zip(tables, firsts, self._sizes, strict=True)
-                for feature in table.feature_names
-            }
-        )
-        fills = [
-            getattr(table, "init_fn", None) or _uniform(size) for table, size in zip(tables, self._sizes, strict=True)
-        ]
-        initial = list(zip(self._sizes, fills, strict=True))
-        shape = _shape(name, sum(self._sizes), dims.pop(), dtype)
-        super().__init__(shape, optimizer, cache_bytes, FirstRows(new_rows, initial))
-
-    @property
-    def flat(self) -> Callable[[Any], torch.Tensor]:
-        return self._features
+        rows: dict[str, range] = {}
+        fills: list[tuple[int, Initial]] = []
+        num_rows = 0
+        for table in tables:
+            size = self._sizes[table.name]
+            rows |= dict.fromkeys(table.feature_names, range(num_rows, num_rows + size))
+            num_rows += size
+            bound = max(1, size) ** -0.5  # as torchrec, where a table names nothing
+            uniform = functools.partial(nn.init.uniform_, a=-bound, b=bound)
+            fills.append((size, getattr(table, "init_fn", None) or uniform))
+        config = _config(name, num_rows, dims.pop(), dtype, new_rows, fills, None)
+        super().__init__(config, optimizer, cache_bytes)
+        self.flat = self._features = _Features(rows)
 
     def forward(self, features: Any) -> Any:
         """Return the pooled rows of each feature.
@@ -600,29 +599,21 @@ class EmbeddingBagCollection(_Rows):
         pooled = pooled[[keys.index(key) for key in ordered]]
         return KeyedTensor(ordered, [self.table.dim] * len(keys), pooled.transpose(0, 1).flatten(1))
 
-    def _weight_keys(self, prefix: str) -> list[str]:
-        return [f"{prefix}embedding_bags.{name}.weight" for name in self._table_names]
-
-    def _nums_rows(self) -> list[int]:
-        return self._sizes
+    def _weights(self) -> dict[str, int]:
+        return {f"embedding_bags.{name}.weight": size for name, size in self._sizes.items()}
 
 
-def _shape(name: str | None, num_rows: int, dim: int, dtype: torch.dtype | None) -> TableShape:
-    return TableShape(connection.table_name(name), num_rows, dim, dtype or torch.get_default_dtype())
-
-
-def _uniform(num_rows: int) -> Initial:
-    """As torchrec, where a table names nothing."""
-    bound = num_rows**-0.5
-    return functools.partial(nn.init.uniform_, a=-bound, b=bound)
-
-
-def _padded_row(padding_idx: int | None, num_rows: int) -> int | None:
-    if padding_idx is None:
-        return None
-    if not -num_rows <= padding_idx < num_rows:
-        raise ConfigError(f"padding_idx={padding_idx}: a row from {-num_rows} to {num_rows - 1}")
-    return padding_idx % num_rows
+def _config(
+    name: str | None,
+    num_rows: int,
+    dim: int,
+    dtype: torch.dtype | None,
+    new_rows: float | None,
+    fills: Sequence[tuple[int, Initial]],
+    zero_row: int | None,
+) -> TableConfig:
+    dtype = dtype or torch.get_default_dtype()
+    return TableConfig(connection.table_name(name), num_rows, dim, dtype, new_rows, fills, zero_row)
 
 
 def _alone(inverse: torch.Tensor, weights: torch.Tensor, sparse: bool) -> torch.Tensor:
@@ -636,9 +627,3 @@ def _alone(inverse: torch.Tensor, weights: torch.Tensor, sparse: bool) -> torch.
 def _check_dtype(ids: torch.Tensor) -> None:
     if ids.dtype not in (torch.int64, torch.int32):
         raise EmbeddingError(f"ids of dtype {ids.dtype}: ids are int64 or int32")
-
-
-def _place_of(row: int, ids: torch.Tensor, inverse: torch.Tensor) -> int | None:
-    """Where a row is among the rows of a step; None where no id names it."""
-    where = (ids == row).nonzero()
-    return int(inverse[where[0, 0]]) if len(where) else None

@@ -7,7 +7,7 @@ last use is longest ago, as long as there is room nothing does. A row that was c
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ _IN_BLOCK = (1 << _BLOCK_BITS) - 1
 class _SlotIndex:
     """The slot of each id; -1 where it has none.
 
-    Memory comes with use, by blocks of neighbouring ids that lie in the order in which they were first used: ids that are
-    far from each other do not take a page each.
+    Memory comes with use, by blocks of neighbouring ids that lie in the order in which they were first used: so ids
+    that are far from each other do not take a page each.
     """
 
     def __init__(self, num_ids: int) -> None:
@@ -57,6 +57,7 @@ class RowCache:
 
     Attributes:
         num_free: places without a row.
+        coming: whether the row of each place is asked for, and not there yet.
     """
 
     def __init__(self, num_rows: int, capacity: int) -> None:
@@ -64,21 +65,17 @@ class RowCache:
         self._slot_of = _SlotIndex(num_rows)
         self._id_of = np.full(capacity, -1, dtype=np.int64)
         self._last_use = np.zeros(capacity, dtype=np.int64)
-        self._is_dirty = np.zeros(capacity, dtype=bool)
+        self._is_dirty, self.coming = np.zeros((2, capacity), dtype=bool)
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self.num_free = capacity
         # Steps and the slots that they use, a heap: the smallest step first, and of one step what was noted first.
         self._uses: list[tuple[int, int, Slots]] = []
-        self._num_uses = 0
+        self._num_uses = self._num_noted = 0
 
     @property
     def capacity(self) -> int:
         """Rows that may be here at once."""
         return len(self._id_of)
-
-    def find(self, ids: Ids) -> Slots:
-        """Return the slot of each id; -1 where it is not here."""
-        return self._slot_of[ids]
 
     def claim(self, ids: Ids, step: int) -> tuple[Slots, npt.NDArray[np.bool_]] | None:
         """Make sure that rows have a place until a step is over.
@@ -90,7 +87,7 @@ class RowCache:
         Returns:
             Their slots, and which of them had none before; None where that many are not free.
         """
-        slots = self.find(ids)
+        slots = self._slot_of[ids]
         is_new = slots < 0
         num_new = int(np.count_nonzero(is_new))
         if num_new > self.num_free:
@@ -101,7 +98,7 @@ class RowCache:
             slots[is_new] = new_slots
             self._id_of[new_slots] = ids[is_new]
             self._slot_of[ids[is_new]] = new_slots
-            self._is_dirty[new_slots] = False
+            self.coming[new_slots] = True
             self._last_use[new_slots] = step
         self._last_use[slots] = np.maximum(self._last_use[slots], step)
         self._note(slots, step)
@@ -109,10 +106,25 @@ class RowCache:
 
     def _note(self, slots: Slots, step: int) -> None:
         self._num_uses += 1
+        self._num_noted += len(slots)
         heapq.heappush(self._uses, (step, self._num_uses, slots))
+        if self._num_noted > 4 * self.capacity + 2 * len(slots):  # where nothing leaves, nobody takes uses away
+            self._note_anew()
 
-    def evict(self, num_rows: int, before_step: int, waiting: Slots) -> tuple[Ids, Slots, npt.NDArray[np.bool_]]:
+    def _note_anew(self) -> None:
+        """Keep of all uses the last one of each row."""
+        slots = np.flatnonzero(self._id_of >= 0)
+        slots = slots[np.argsort(self._last_use[slots], kind="stable")]
+        of_steps = np.split(slots, np.flatnonzero(np.diff(self._last_use[slots])) + 1)
+        self._uses = [(int(self._last_use[slots[0]]), index, slots) for index, slots in enumerate(of_steps)]
+        self._num_noted = len(slots)
+
+    def evict(
+        self, num_rows: int, before_step: int, waiting: Sequence[Slots]
+    ) -> tuple[Ids, Slots, npt.NDArray[np.bool_]]:
         """Let rows leave that no step from `before_step` on is known to need, the longest unused first.
+
+        One that is asked for stays until it is here.
 
         Args:
             num_rows: leave at least; fewer where no more may, some more where they were used together.
@@ -122,25 +134,25 @@ class RowCache:
         Returns:
             Their ids, the slots that they had, and which of them were changed.
         """
-        leaving: list[Slots] = []
-        staying = [np.empty(0, dtype=np.int64)]
+        leaving, staying = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         count = 0
-        stays = np.zeros(len(self._id_of) if len(waiting) else 0, dtype=bool)
-        stays[waiting] = True
+        stays = np.zeros(self.capacity, dtype=bool)
+        for slots in waiting:
+            stays[slots] = True
         while count < num_rows and self._uses and self._uses[0][0] < before_step:
             step, _, slots = heapq.heappop(self._uses)
+            self._num_noted -= len(slots)
             unused = slots[(self._last_use[slots] == step) & (self._id_of[slots] >= 0)]
             self._last_use[unused] = -1  # a step may have named them twice
-            if len(waiting):
-                staying.append(unused[stays[unused]])
-                unused = unused[~stays[unused]]
-            leaving.append(unused)
-            count += len(unused)
+            may_leave = ~(stays[unused] | self.coming[unused])
+            staying.append(unused[~may_leave])
+            leaving.append(unused[may_leave])
+            count += len(leaving[-1])
         if len(stayed := np.concatenate(staying)):
             self._last_use[stayed] = before_step - 1
             self._note(stayed, before_step - 1)
-        slots = np.concatenate(leaving) if leaving else np.empty(0, dtype=np.int64)
-        ids, was_dirty = self._id_of[slots].copy(), self._is_dirty[slots].copy()
+        slots = np.concatenate(leaving)
+        ids, was_dirty = self._id_of[slots], self._is_dirty[slots]
         self._slot_of[ids] = -1
         self._id_of[slots] = -1
         self._is_dirty[slots] = False
@@ -158,7 +170,7 @@ class RowCache:
         """Return whose rows are there."""
         return self._id_of[slots]
 
-    def changed(self, slots: Any) -> None:
+    def changed(self, slots: Slots) -> None:
         """Note that rows differ from what the servers have."""
         self._is_dirty[slots] = True
 

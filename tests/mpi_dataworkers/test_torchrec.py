@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hetstream
+from hetstream.errors import ConfigError, EmbeddingError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
@@ -97,6 +98,26 @@ def test_torchrec_looks_its_ids_up() -> None:
         rows = model.embedding_bags[key].weight[values]
         sums = [rows[end - length : end].sum(0) for end, length in zip(ends, lengths, strict=True)]
         torch.testing.assert_close(found[key], torch.stack(sums))
+
+
+def test_features_of_their_own_numbers_of_samples_and_other_dtypes_are_refused() -> None:
+    """Four bags of two features, which could be taken for two samples."""
+    configs = [
+        torchrec.EmbeddingBagConfig(num_embeddings=20, embedding_dim=8, name="users", feature_names=["user"]),
+        torchrec.EmbeddingBagConfig(num_embeddings=30, embedding_dim=8, name="things", feature_names=["item"]),
+    ]
+    ours = hetstream.EmbeddingBagCollection(configs, optimizer=hetstream.RowSGD(0.1))
+    features = torchrec.KeyedJaggedTensor(
+        keys=["user", "item"],
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([1, 1, 1, 1]),
+        stride_per_key_per_rank=[[1], [3]],
+    )
+    with pytest.raises(EmbeddingError, match=r"features of different numbers of samples: \{'user': 1, 'item': 3\}"):
+        ours(features)
+    configs[0].data_type = torchrec.types.DataType.FP16
+    with pytest.raises(ConfigError, match="tables of data_type FP16, FP32"):
+        hetstream.EmbeddingBagCollection(configs, optimizer=hetstream.RowSGD(0.1))
 
 
 def test_a_collection_takes_torchrecs_configs_states_and_features() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import hetstream
 from hetstream.errors import ConfigError, EmbeddingError
@@ -291,6 +292,32 @@ def test_rows_are_updated_after_a_backward_that_failed() -> None:
     embedding(torch.tensor([2, 3])).sum().backward()
     weight[2:4] -= 0.5
     assert torch.equal(embedding.state_dict()["weight"], weight)
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_has_the_rows_of_the_step(is_reentrant: bool) -> None:
+    """Two segments over one table: the second is computed again when the backward of the first has ended."""
+    torch.manual_seed(1)
+    theirs = nn.Embedding(10, 4)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    ours = hetstream.Embedding(10, 4, optimizer=hetstream.RowSGD(0.1))
+    ours.load_state_dict(theirs.state_dict())
+    for step in range(3):
+        given = torch.ones(1, requires_grad=True)
+        for module in (theirs, ours):
+
+            def segment(given: torch.Tensor, ids: torch.Tensor, module: nn.Module = module) -> torch.Tensor:
+                return (module(ids).tanh() * given).pow(2).sum()
+
+            parts = [
+                checkpoint(segment, given, torch.arange(3) + first + step, use_reentrant=is_reentrant)
+                for first in range(3)
+            ]
+            torch.stack(parts).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(ours.state_dict()["weight"], theirs.weight.detach())
+    assert ours.table.num_updates == 3
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import hetstream
+from hetstream.checkpoint.memory.view import find_stores
 from hetstream.errors import EmbeddingError
 from tests.mpi_dataworkers.embedding.conftest import Servers
 from tests.mpi_dataworkers.embedding.programs import batches, train
+from tests.mpi_dataworkers.embedding.servers import until
 
 NUM_ROWS, DIM = 2000, 8
 DATA = batches(NUM_ROWS, 30)
@@ -157,3 +159,30 @@ def test_a_file_of_trained_rows_is_loaded_by_plain_torch(servers: Servers, num_s
     with torch.no_grad():
         for ids, _ in DATA:
             assert torch.equal(plain(ids), model(ids))
+
+
+@pytest.mark.parametrize("num_servers", [0, 2])
+def test_a_flash_checkpoint_restores_rows_after_any_number_of_updates(
+    servers: Servers, folder: Path, tmp_path: Path, num_servers: int
+) -> None:
+    def flash() -> hetstream.FlashCheckpointer:
+        options = hetstream.CheckpointOptions(shared_memory=folder / "memory")
+        return hetstream.FlashCheckpointer(tmp_path / "saved", options=options)
+
+    if num_servers:
+        servers(num_servers)
+    bag = _bag("flash")
+    for ids, _ in DATA * 4:  # more digits than none has
+        bag(ids).sum().backward()
+    with flash() as checkpointer:
+        checkpointer.save(3, {"model": bag})
+    rows = _rows(bag)
+    del bag
+    if num_servers:
+        servers(num_servers, first=5)
+    other = _bag("flash", seed=4)
+    with flash() as checkpointer:
+        assert checkpointer.restore({"model": other}) == 3
+    assert torch.equal(_rows(other), rows)
+    assert other.table.num_updates == 120
+    until(lambda: not any(one.writer_alive for one in find_stores([folder / "memory"])), "the checkpoint writer ends")

@@ -354,8 +354,6 @@ class EmbeddingClient:
     def _send(self, server: _Server, message: EmbeddingMessage, frames: list[Any]) -> None:
         if not server.is_open:
             return  # it will be said when it is
-        if not (server.reads or server.kept):
-            server.asked_at = time.monotonic()
         try:
             self._sender.send(server.addresses, message, frames)
         except PeerUnreachable as error:
@@ -473,8 +471,9 @@ class EmbeddingClient:
                 if server.is_open and now > server.heard_at + _SILENT_S:
                     server.heard_at = now
                     self._open(server)
-            waits = server.is_open and (server.reads or server.kept)
-            if waits and now > server.asked_at + server.ask_again_s:
+            if not (server.reads or server.kept):
+                server.asked_at = now
+            elif server.is_open and now > server.asked_at + server.ask_again_s:
                 server.ask_again_s = min(2 * server.ask_again_s, _MOST_ASK_AGAIN_S)
                 self._open(server)
             if server.unreachable_since is not None and now > server.unreachable_since + LOST_AFTER_S:

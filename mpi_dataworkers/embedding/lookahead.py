@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hetstream.base.errors import ConfigError
@@ -16,17 +17,6 @@ _BATCH, _LOOKUPS = "hetstream_batch", "hetstream_lookups"
 DEFAULT_STEPS = 16
 
 
-class _Collate:
-    """Collates and looks up, in the process that makes a batch."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], lookups: tuple[IdsOf, ...]) -> None:
-        self._collate_fn, self._lookups = collate_fn, lookups
-
-    def __call__(self, samples: Any) -> dict[str, Any]:
-        batch = self._collate_fn(samples)
-        return {_BATCH: batch, _LOOKUPS: [tuple(lookup(batch)) for lookup in self._lookups]}
-
-
 def with_lookups(collate_fn: Callable[[Any], Any], *lookups: IdsOf) -> Callable[[Any], Any]:
     """Return a `collate_fn` that also finds each batch's unique ids, so that data workers do that and not the trainer.
 
@@ -36,7 +26,12 @@ def with_lookups(collate_fn: Callable[[Any], Any], *lookups: IdsOf) -> Callable[
         collate_fn: from samples to a batch.
         lookups: `module.ids_of(...)` of the modules of `lookahead`, in its order.
     """
-    return _Collate(collate_fn, lookups)
+    return functools.partial(_collated, collate_fn, lookups)
+
+
+def _collated(collate_fn: Callable[[Any], Any], lookups: Sequence[IdsOf], samples: Any) -> dict[str, Any]:
+    batch = collate_fn(samples)
+    return {_BATCH: batch, _LOOKUPS: [tuple(lookup(batch)) for lookup in lookups]}
 
 
 class lookahead:

@@ -8,6 +8,7 @@ others.
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -24,6 +25,8 @@ _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 # A slot is an int32, and slot 0 stands for a row that is not there.
 _MOST_ROWS = (1 << 31) - 2
 _MOST_ROW_BYTES = 1 << 20
+# Slots that are free again, beside those in use: with more, rows move into them.
+_MOST_FREE = 1 / 4
 _PART_BITS = EMBEDDING_PARTS.bit_length() - 1
 assert 1 << _PART_BITS == EMBEDDING_PARTS
 
@@ -125,6 +128,8 @@ class RowStore:
         self._items = self._rows.view(np.dtype((np.void, table.row_bytes))).reshape(-1)
         self._free = np.empty(0, np.int32)
         self._next = 1  # the first slot that was never used
+        # Held while rows are where they were, and where they will be.
+        self._guard = threading.Lock()
 
     def num_bytes(self, num_more: int = 0) -> int:
         """Memory in use with so many more rows, at most; slots that are free again are still in use."""
@@ -166,9 +171,23 @@ class RowStore:
         self._free = np.concatenate([self._free, of_part[places]])
         of_part[places] = 0
         self.num_rows -= len(places)
-        if not self.num_rows:
-            self._free, self._next = np.empty(0, np.int32), 1
-            self._memory.madvise(mmap.MADV_DONTNEED)
+        if len(self._free) > _MOST_FREE * self.num_rows:
+            self._close_ranks()
+
+    def _close_ranks(self) -> None:
+        """Have the rows in the first slots, and give the memory behind them back."""
+        last = self.num_rows
+        holes = self._free[self._free <= last]
+        for of_part in map(self._of_part, range(EMBEDDING_PARTS)):
+            places = np.flatnonzero(of_part > last)
+            taken, holes = holes[: len(places)], holes[len(places) :]
+            with self._guard:
+                self._items[taken] = self._items[of_part[places]]
+                of_part[places] = taken
+        self._free, self._next = np.empty(0, np.int32), last + 1
+        unused = -(-self._next * self.table.row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if unused < len(self._memory):
+            self._memory.madvise(mmap.MADV_DONTNEED, unused)
 
     def rows_of(self, part: int, chunk_bytes: int) -> Iterator[tuple[Ids, Rows]]:
         """Give the rows of a part, as they are when each chunk is asked for."""
@@ -177,10 +196,10 @@ class RowStore:
         all_places = np.flatnonzero(of_part)
         for start in range(0, len(all_places), chunk):
             places = all_places[start : start + chunk]
-            slots = of_part[places]
-            if not slots.all():
-                places, slots = places[slots != 0], slots[slots != 0]
-            yield (places << _PART_BITS) | part, self._rows.take(slots, axis=0)
+            with self._guard:
+                slots = of_part[places]
+                rows = self._rows.take(slots, axis=0)
+            yield ((places << _PART_BITS) | part)[slots != 0], rows[slots != 0]
 
     def _places(self, ids: Ids) -> Ids:
         return (ids & (EMBEDDING_PARTS - 1)) * self._per_part + (ids >> _PART_BITS)

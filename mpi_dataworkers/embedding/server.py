@@ -25,26 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from hetstream.mpi_dataworkers.embedding.background import (
-    LINGER_S,
-    Frames,
-    Outbox,
-    Piece,
-    keep_registered,
-    register,
-)
+from hetstream.mpi_dataworkers.embedding.background import LINGER_S, Frames, Outbox, Piece, keep_registered, register
 from hetstream.mpi_dataworkers.embedding.history import Chunk, parts_now, parts_of_generation
 from hetstream.mpi_dataworkers.embedding.log import KEPT_GENERATIONS, LEAST_LOG_BYTES, Log
 from hetstream.mpi_dataworkers.embedding.parts import Applied, Emptied, Expectation, Parts, Request
-from hetstream.mpi_dataworkers.embedding.rows import (
-    Ids,
-    Rows,
-    Tables,
-    ids_of,
-    parts_of,
-    rows_of_frame,
-    rows_of_record,
-)
+from hetstream.mpi_dataworkers.embedding.rows import Ids, Rows, Tables, ids_of, parts_of, rows_of_frame, rows_of_record
 from hetstream.mpi_dataworkers.errors import EmbeddingError, ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.process.faults import reach
 from hetstream.mpi_dataworkers.transports.base import ReceivedBatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -41,6 +42,36 @@ def test_rows_are_like_a_dict(row_bytes: int) -> None:
         store.drop(part)
     assert (store.num_rows, store.num_bytes()) == (0, 0)
     assert most > 0
+
+
+def test_memory_of_rows_that_have_left_is_given_back() -> None:
+    """Else a server that one more has relieved would stay full. Another thread sees each row with its own bytes."""
+    table = EmbeddingTable("t", 40_000, 64)
+    store, ids = RowStore(table), np.arange(40_000)
+    store.write(ids, np.repeat(ids.view(np.uint8).reshape(-1, 8), 8, axis=1))
+    full, is_over, seen, wrong = store.num_bytes(), threading.Event(), [0], [0]
+
+    def look() -> None:
+        while not is_over.is_set():
+            for some, rows in store.rows_of(255, 4096):
+                seen[0] += len(some)
+                wrong[0] += int((rows != np.repeat(some.view(np.uint8).reshape(-1, 8), 8, axis=1)).sum())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for part in range(200):
+            store.drop(part)
+    finally:
+        is_over.set()
+        thread.join()
+    assert seen[0] > 0
+    assert wrong[0] == 0
+    assert store.num_rows == (ids % 256 >= 200).sum()
+    assert store.num_bytes() < 0.35 * full
+    rows, is_there = store.read(ids)
+    assert is_there.tolist() == (ids % 256 >= 200).tolist()
+    assert (rows[is_there] == np.repeat(ids[is_there].view(np.uint8).reshape(-1, 8), 8, axis=1)).all()
 
 
 def test_a_large_table_takes_memory_with_use_only() -> None:

@@ -306,7 +306,7 @@ class Table:
             slots, where = np.unique(np.concatenate([slots for slots, _ in summed]), return_inverse=True)
             grads = torch.cat([grads for _, grads in summed])
             grads = torch.zeros(len(slots), self.dim).index_add_(0, torch.from_numpy(where), grads)
-        if (scaler := self.optimizer.scaler) is not None:
+        if (scaler := self.optimizer.scaler) is not None and scaler.is_enabled():
             grads = grads * (1.0 / scaler.get_scale())
             is_finite = self._ranks.all_agree(bool(grads.isfinite().all()))
             self.optimizer.tell_scaler(is_finite, self._device)

@@ -119,6 +119,9 @@ def test_a_scaler_is_told_of_rows_alone_and_of_each_backward() -> None:
     weight[3] -= 0.5
     assert torch.equal(embedding.state_dict()["weight"], weight)
     assert scaler.get_scale() == 4.0
+    rows.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    (embedding(torch.tensor([4])).sum() * torch.inf).backward()
+    assert embedding.state_dict()["weight"][4].isinf().all(), "as torch's, which updates then"
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])

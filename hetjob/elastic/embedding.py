@@ -30,6 +30,8 @@ FULL, EMPTY = 0.8, 0.5
 _FIRST_START_S = 300.0
 # Memory grows by steps of a table's array: its trend is looked at for this long, in points of this distance.
 _TREND_S, _POINT_S, _LEAST_POINTS = 300.0, 5.0, 4
+# For so many times as long as it was seen: in the first pass over the data all ids are new.
+_BELIEVED = 4.0
 # One server with so many times the load of the others, for so long. Below a least load nothing is of interest.
 HOT, HOT_S, _LEAST_READS_PER_S = 2.0, 60.0, 10.0
 # Of a server more, the hottest one must have lost this share of its load; else the load is of a few ids.
@@ -177,7 +179,8 @@ class EmbeddingController:
             return server.share
         times, values = np.array(points, dtype=np.float64).T
         slope, grows = theil_sen(times, values)
-        return server.share + (slope * self.start_s / server.limit_bytes if grows else 0.0)
+        ahead_s = min(self.start_s, _BELIEVED * (times[-1] - times[0]))
+        return server.share + (slope * ahead_s / server.limit_bytes if grows else 0.0)
 
     # --- more, or fewer ---------------------------------------------------------------------------------------------
 

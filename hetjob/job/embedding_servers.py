@@ -185,8 +185,9 @@ def logs_left(place: Path, living: Collection[str], checkpoints: Sequence[Path])
     found = []
     for path in place.glob("*-*"):
         name = _START.fullmatch(path.name)
-        is_start = place.name == EMBEDDING_DIR or any(path.glob("server-*/lock"))
-        if name is not None and is_start and stat.S_ISDIR(path.lstat().st_mode):
+        if name is None or not stat.S_ISDIR(path.lstat().st_mode):
+            continue
+        if place.name == EMBEDDING_DIR or any(path.glob("server-*/lock")):
             left = look_at(path, name[1] or path.name, living)
             found.append(left if left.why_kept else replace(left, why_kept=_why_needed(path, checkpoints)))
     return sorted(found, key=lambda left: left.newest_s)

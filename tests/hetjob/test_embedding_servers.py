@@ -224,6 +224,14 @@ def test_one_more_is_asked_for_before_the_fullest_is_full() -> None:
     assert decision.reason.startswith("embedding server 1 has 50% of its memory in use, 80% in 300 s")
 
 
+def test_a_small_table_that_fills_at_once_asks_for_nothing_and_a_large_one_does() -> None:
+    """In the first seconds all ids are new."""
+    assert Watched().after(300, lambda now: (min(now / 500, 0.05),) * 2).action is Action.HOLD
+    watched = Watched()
+    assert watched.after(60, lambda now: (now / 100,) * 2).action is Action.GROW
+    assert watched.now <= 25
+
+
 def test_servers_that_register_one_by_one_are_not_waited_for() -> None:
     watched = Watched()
     for servers in ((), (0.0,), (0.0, 0.0)):

@@ -169,6 +169,22 @@ def test_a_generation_has_weights_that_were_loaded_and_tables_that_are_new(serve
         assert torch.equal(other(DATA[0]), first)
 
 
+def test_rows_come_ahead_where_the_program_makes_the_batches(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader() -> hetstream.DataLoader:
+        return hetstream.DataLoader([*torch.cat(DATA)], batch_size=64, shuffle=True, seed=3)
+
+    plain = _bag()
+    expected = [_step(plain, ids) for ids in loader()]
+    servers(1)
+    bag = _bag()
+    monkeypatch.delenv("HETSTREAM_SERVICE")  # of no data workers
+    loop = _ahead(bag, loader(), 4)
+    first = next(loop)
+    assert bag.stats.looked_up > 3 * len(first.unique()), "rows of four steps are asked for"
+    assert [_step(bag, first), *(_step(bag, ids) for ids in loop)] == expected
+    assert bag.stats.known_ahead == len(expected)
+
+
 def test_a_module_with_rows_on_servers_is_not_copied(servers: Servers) -> None:
     servers(1)
     with pytest.raises(EmbeddingError, match=r"neither copied nor pickled.*state_dict\(\)"):

@@ -203,10 +203,8 @@ class EmbeddingClient:
 
     def _place(self, holders: dict[int, str]) -> None:
         self._holders = holders
-        for server in self._servers.values():
-            server.parts = set()
-        for part, name in holders.items():
-            self._servers[name].parts.add(part)
+        for name, server in self._servers.items():
+            server.parts = {part for part, holder in holders.items() if holder == name}
         self._index()
 
     def _index(self) -> None:
@@ -530,8 +528,7 @@ class EmbeddingClient:
             origin = self._servers.get(move.source)
             if move.destination == destination and origin is not None and move.send in origin.kept:
                 to = self._servers[destination].addresses
-                message = SendParts(self.client, move.send, move.parts, to)
-                self._change(origin, message, [])
+                self._change(origin, SendParts(self.client, move.send, move.parts, to), [])
 
     def _arrived(self, number: int) -> None:
         """Parts are at their new server: the one before may forget them."""

@@ -367,8 +367,9 @@ class EmbeddingBag(_OneTable):
         del norm_type, sparse, device
         if mode not in ("sum", "mean", "max"):
             raise ConfigError(f"mode={mode!r}: sum, mean or max")
+        name, dtype = connection.table_name(name), dtype or torch.get_default_dtype()
         fills = [(num_embeddings, initial)]
-        config = _config(name, num_embeddings, embedding_dim, dtype, new_rows, fills, padding_idx)
+        config = TableConfig(name, num_embeddings, embedding_dim, dtype, new_rows, fills, padding_idx)
         super().__init__(config, optimizer, cache_bytes, (max_norm, scale_grad_by_freq, _weight))
         self.mode, self.include_last_offset = mode, include_last_offset
 
@@ -424,8 +425,9 @@ class Embedding(_OneTable):
         initial: Initial = nn.init.normal_,
     ) -> None:
         del norm_type, sparse, device
+        name, dtype = connection.table_name(name), dtype or torch.get_default_dtype()
         fills = [(num_embeddings, initial)]
-        config = _config(name, num_embeddings, embedding_dim, dtype, new_rows, fills, padding_idx)
+        config = TableConfig(name, num_embeddings, embedding_dim, dtype, new_rows, fills, padding_idx)
         super().__init__(config, optimizer, cache_bytes, (max_norm, scale_grad_by_freq, _weight))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -558,8 +560,8 @@ class EmbeddingBagCollection(TableModule):
             bound = max(1, size) ** -0.5  # as torchrec, where a table names nothing
             uniform = functools.partial(nn.init.uniform_, a=-bound, b=bound)
             fills.append((size, getattr(table, "init_fn", None) or uniform))
-        config = _config(name, num_rows, dims.pop(), dtype, new_rows, fills, None)
-        super().__init__(config, optimizer, cache_bytes)
+        name, dtype = connection.table_name(name), dtype or torch.get_default_dtype()
+        super().__init__(TableConfig(name, num_rows, dims.pop(), dtype, new_rows, fills), optimizer, cache_bytes)
         self.flat = self._features = _Features(rows)
 
     def forward(self, features: Any) -> Any:
@@ -601,19 +603,6 @@ class EmbeddingBagCollection(TableModule):
 
     def _weights(self) -> dict[str, int]:
         return {f"embedding_bags.{name}.weight": size for name, size in self._sizes.items()}
-
-
-def _config(
-    name: str | None,
-    num_rows: int,
-    dim: int,
-    dtype: torch.dtype | None,
-    new_rows: float | None,
-    fills: Sequence[tuple[int, Initial]],
-    zero_row: int | None,
-) -> TableConfig:
-    dtype = dtype or torch.get_default_dtype()
-    return TableConfig(connection.table_name(name), num_rows, dim, dtype, new_rows, fills, zero_row)
 
 
 def _alone(inverse: torch.Tensor, weights: torch.Tensor, sparse: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import time
+import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,6 +172,8 @@ def remove_unneeded(directory: Path, ends: Sequence[ServerEnd]) -> None:
 
 # Which logs in `hetstream-embedding` are of no use any more.
 
+# First bytes of files of gzip, bzip2, xz, zstd and lz4.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 _START = re.compile(r"job-(\d+)(?:-restart-\d+)?|run-[\d-]+-[0-9a-f]{8}")
 
 
@@ -214,6 +217,8 @@ def _why_needed(path: Path, checkpoints: Sequence[Path]) -> str:
             for file in (Path(folder, name) for name in names):
                 if _has(file, needle):
                     return f"{file} needs it"
+                if _is_compressed(file):
+                    return f"{file} is compressed, so that nobody can say whether it needs it"
     return ""
 
 
@@ -226,6 +231,20 @@ def _has(path: Path, needle: bytes) -> bool:
         return False
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(needle) >= 0
+
+
+def _is_compressed(path: Path) -> bool:
+    """Whether a file, or a member of a zip archive as `torch.save` writes them, has to be unpacked to be searched."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(6).startswith(_COMPRESSED):
+            return True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
+    except (zipfile.BadZipFile, OSError):
+        return False
 
 
 def _is_held(folder: Path) -> bool:

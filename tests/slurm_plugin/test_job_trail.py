@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import gzip
 import json
 import os
 import subprocess
@@ -273,7 +274,12 @@ with mock.patch("{reader}", return_value={{"9": "RUNNING"}}):
     found = clean("--checkpoints", str(site.place / "saved"), "--remove")
     assert found == kept | {"job-8": ("kept", f"{saved} needs it"), "job-80-restart-1": ("removed", "")}
     in_use.close()
+    packed = saved.with_name("rank.gz")
+    packed.write_bytes(gzip.compress(saved.read_bytes()))
     saved.unlink()
+    found = clean("--checkpoints", str(site.place / "saved"), "--remove")
+    assert found["job-8"] == ("kept", f"{packed} is compressed, so that nobody can say whether it needs it")
+    packed.unlink()
     clean("--checkpoints", str(site.place / "saved"), "--remove")
     assert {path.name for path in place.iterdir()} == {"job-9", "notes-1"}
 

@@ -125,7 +125,16 @@ def test_who_looks_whether_a_writer_lives_keeps_none_from_becoming_it(make: Any,
 # Interrupted at a bad moment
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """SIGINT raises; what is started in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.shows("nothing is left after a normal end; after SIGKILL only what belongs to nobody alive is removed")
+@pytest.mark.usefixtures("heard_interrupts")
 def test_ctrl_c_while_the_fence_is_waited_for_loses_no_save(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, copy = threading.Event(), Copier.copy
 

@@ -203,8 +203,8 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/job/processes.py": "start_child",
         "hetjob/job/job.py": "_num_ready",
         "hetjob/job/embedding_servers.py": (
-            "EmbeddingServers.held _ends _has _is_compressed _is_held*2 _why_needed*2 logs_left*2 remove_registrations "
-            "remove_unneeded"
+            "EmbeddingServers.held _ends _files_in _is_compressed _is_held*2 _starts_in _why_needed logs_left*2 "
+            "remove_registrations remove_unneeded"
         ),
         "mpi_dataworkers/embedding/background.py": "keep_registered register",
         "mpi_dataworkers/embedding/registration.py": "read_registrations",

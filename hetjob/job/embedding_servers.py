@@ -13,7 +13,7 @@ import re
 import stat
 import time
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,13 @@ def remove_unneeded(directory: Path, ends: Sequence[ServerEnd]) -> None:
 
 # Which logs in `hetstream-embedding` are of no use any more.
 
-# First bytes of files of gzip, bzip2, xz, zstd and lz4.
+# First bytes of files of gzip, bzip2, xz, zstd and lz4: those beside checkpoints that can be read.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
-_START = re.compile(r"job-(\d+)(?:-restart-\d+)?|run-[\d-]+-[0-9a-f]{8}")
+_NAME = r"job-(\d+)(?:-restart-\d+)?|run-[\d-]+-[0-9a-f]{8}"
+_START = re.compile(_NAME)
+# Checkpoints name the logs of servers by their paths.
+_LOG, _BEFORE_LOG = b"/server-", re.compile(rf"/({_NAME})$".encode())
+_MOST_NAME_BYTES = 100
 
 
 def logs_left(place: Path, living: Collection[str], checkpoints: Sequence[Path]) -> list[JobLeft]:
@@ -186,18 +190,19 @@ def logs_left(place: Path, living: Collection[str], checkpoints: Sequence[Path])
         checkpoints: directories with all checkpoints that are kept; without any, generations may be needed.
     """
     found = []
+    named, doubt = _named_by(checkpoints)
     for path in place.glob("*-*"):
         name = _START.fullmatch(path.name)
         if name is None or not stat.S_ISDIR(path.lstat().st_mode):
             continue
         if place.name == EMBEDDING_DIR or any(path.glob("server-*/lock")):
             left = look_at(path, name[1] or path.name, living)
-            found.append(left if left.why_kept else replace(left, why_kept=_why_needed(path, checkpoints)))
+            found.append(left if left.why_kept else replace(left, why_kept=_why_needed(path, named, doubt)))
     return sorted(found, key=lambda left: left.newest_s)
 
 
-def _why_needed(path: Path, checkpoints: Sequence[Path]) -> str:
-    """Why the logs of a start have to stay; "" if nobody can need them."""
+def _why_needed(path: Path, named: Mapping[str, Path], doubt: str) -> str:
+    """Why the logs of a start have to stay; "" if nobody can need them. The rest is of `_named_by`."""
     servers = sorted(path.glob("server-*"))
     if any(_is_held(folder) for folder in (path, *servers)):
         return "it is in use"
@@ -207,43 +212,68 @@ def _why_needed(path: Path, checkpoints: Sequence[Path]) -> str:
         generations = {str(error)}
     if not generations:
         return ""
+    if path.name in named:
+        return f"{named[path.name]} needs it"
+    return doubt and f"a checkpoint may need one of its {count_words(len(generations), 'generation')}: {doubt}"
+
+
+def _named_by(checkpoints: Sequence[Path]) -> tuple[dict[str, Path], str]:
+    """Return the starts that checkpoints name, each with a file, and why others may be needed; "" if they are not."""
     if not checkpoints:
-        count = count_words(len(generations), "generation")
-        return f"a checkpoint may need one of its {count}: say with --checkpoints where all are that you keep"
-    # Checkpoints name the log of a server.
-    needle = f"/{path.name}/server-".encode()
-    for directory in checkpoints:
-        for folder, _, names in os.walk(directory, onerror=_raise):
-            for file in (Path(folder, name) for name in names):
-                if _has(file, needle):
-                    return f"{file} needs it"
-                if _is_compressed(file):
-                    return f"{file} is compressed, so that nobody can say whether it needs it"
-    return ""
+        return {}, "say with --checkpoints where all are that you keep"
+    named: dict[str, Path] = {}
+    packed, is_empty = None, True
+    for file in _files_in(checkpoints):
+        if file.is_file() and file.stat().st_size:  # no link that leads nowhere
+            is_empty = False
+            named |= dict.fromkeys(_starts_in(file), file)
+            packed = file if packed is None and _is_compressed(file) else packed
+    if packed is not None:
+        return named, f"{packed} is compressed, and cannot be searched"
+    # Compressed otherwise, encrypted, or another directory: whoever reads nothing there knows nothing.
+    if not named and not is_empty:
+        return {}, f"no file in {', '.join(map(str, checkpoints))} names embedding servers, so it has other checkpoints"
+    return named, ""
+
+
+def _files_in(directories: Sequence[Path]) -> Iterator[Path]:
+    """Files of directories and of those that links in them lead to, each directory once."""
+    seen: set[tuple[int, int]] = set()
+    for directory in directories:
+        for folder, inner, names in os.walk(directory, onerror=_raise, followlinks=True):
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in seen:
+                inner.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            yield from (Path(folder, name) for name in names)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _has(path: Path, needle: bytes) -> bool:
-    if not path.is_file() or not path.stat().st_size:  # or a link that leads nowhere
-        return False
+def _starts_in(path: Path) -> set[str]:
+    """The starts whose logs a file names."""
+    found = set()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data.find(needle) >= 0
+        at = data.find(_LOG)
+        while at >= 0:
+            if match := _BEFORE_LOG.search(data[max(0, at - _MOST_NAME_BYTES) : at]):
+                found.add(match[1].decode())
+            at = data.find(_LOG, at + 1)
+    return found
 
 
 def _is_compressed(path: Path) -> bool:
     """Whether a file, or a member of a zip archive as `torch.save` writes them, has to be unpacked to be searched."""
-    if not path.is_file():
-        return False
     with path.open("rb") as file:
         if file.read(6).startswith(_COMPRESSED):
             return True
     try:
         with zipfile.ZipFile(path) as archive:
             return any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
-    except (zipfile.BadZipFile, OSError):
+    except zipfile.BadZipFile:
         return False
 
 

@@ -274,11 +274,22 @@ with mock.patch("{reader}", return_value={{"9": "RUNNING"}}):
     found = clean("--checkpoints", str(site.place / "saved"), "--remove")
     assert found == kept | {"job-8": ("kept", f"{saved} needs it"), "job-80-restart-1": ("removed", "")}
     in_use.close()
-    packed = saved.with_name("rank.gz")
+    said = "a checkpoint may need one of its 1 generation: "
+    packed, elsewhere = saved.with_name("rank.gz"), site.place / "elsewhere"
     packed.write_bytes(gzip.compress(saved.read_bytes()))
-    saved.unlink()
+    elsewhere.mkdir()
+    saved.rename(elsewhere / "rank")
     found = clean("--checkpoints", str(site.place / "saved"), "--remove")
-    assert found["job-8"] == ("kept", f"{packed} is compressed, so that nobody can say whether it needs it")
+    assert found["job-8"] == ("kept", f"{said}{packed} is compressed, and cannot be searched")
+    packed.write_bytes(b"encrypted")
+    found = clean("--checkpoints", str(site.place / "saved"), "--remove")
+    assert found["job-8"][0] == "kept"
+    assert "names embedding servers, so it has other checkpoints" in found["job-8"][1]
+    (saved.parent / "old").symlink_to(elsewhere)
+    (saved.parent / "self").symlink_to(saved.parent)
+    found = clean("--checkpoints", str(site.place / "saved"), "--remove")
+    assert found["job-8"] == ("kept", f"{saved.parent / 'old' / 'rank'} needs it")
+    (elsewhere / "rank").unlink()
     packed.unlink()
     clean("--checkpoints", str(site.place / "saved"), "--remove")
     assert {path.name for path in place.iterdir()} == {"job-9", "notes-1"}
